@@ -5,17 +5,23 @@ INTEGRATIONS := trl verifiers verl ray
 PAGES := tests/docs/test_pages.py::test_the_code_of_a_page_runs
 ARGS :=
 BENCH := pipeline
+TEST_PROCESSES := 3
 SITE := site
+SCHEDULES := 1000
+SEED := 0
 
-.PHONY: help demo bench experiment quick test test-deploy test-integrations test-observability chaos soak compat fuzz names docs lint format clean
+.PHONY: help demo bench experiment quick test test-all test-release world test-deploy test-integrations test-observability chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
 	@echo "make bench   speed of the pipeline beside what plain redis-py moves and beside its peers (others: BENCH=algorithms,"
-	@echo "             stages, backlog, latency, memory, scaling; ARGS=\"--json FILE\" passes flags)"
+	@echo "             stages, latency, memory, scaling; ARGS=\"--json FILE\" passes flags)"
 	@echo "make experiment  the same task learnt synchronously and asynchronously, in some 15 minutes a seed (ARGS=\"--seeds 3\")"
 	@echo "make quick   tests of the rooms that need no server and are quick (ARGS=\"tests/unit/store\" picks some)"
-	@echo "make test    all tests (ARGS=\"tests/unit -k chain\" passes arguments to pytest)"
+	@echo "make test    the tests of a change (ARGS=\"tests/unit -k chain\" passes arguments to pytest, ARGS=-n0 runs one at a time)"
+	@echo "make test-all  all tests: make test, and make test-release with those that take long and rarely fail"
+	@echo "             and 3,000 schedules of the simulated world instead of 150"
+	@echo "make world   SCHEDULES (1000) schedules of the simulated world from SEED (0) on; goes on where it was stopped"
 	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
 	@echo "make test-observability   a real Prometheus watches eleven faults, then a healthy run for"
 	@echo "             STREAMADV_OBSERVABILITY_MINUTES (10); Debian's prometheus is fetched if it is not there"
@@ -41,8 +47,20 @@ experiment: $(VENV)/test.installed
 quick: $(VENV)/test.installed
 	$(VENV)/bin/python -m pytest -m "not processes and not slow and not server" $(or $(ARGS),tests/unit)
 
+# Tests wait for servers most of the time, so more processes than cores are of use.
+PYTEST = $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+
 test: $(VENV)/test.installed
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) -m "not release" $(ARGS)
+
+test-all: $(VENV)/test.installed
+	STREAMADV_WORLD_SCHEDULES=3000 $(PYTEST) $(ARGS)
+
+test-release: $(VENV)/test.installed
+	$(PYTEST) -m release $(ARGS)
+
+world: $(VENV)/test.installed
+	$(VENV)/bin/python -m streamadv.testing --schedules $(SCHEDULES) --seed $(SEED) $(ARGS)
 
 test-integrations: $(INTEGRATIONS:%=test-integration-%)
 

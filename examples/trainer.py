@@ -13,6 +13,9 @@ def main(url: str) -> None:
     logits = torch.zeros(10, requires_grad=True)  # of each action token
     optimizer = torch.optim.SGD([logits], lr=1.0)
     queue = sa.TrainerQueue(url, run="example", batch_groups=2, chain="grpo", max_staleness=None)
+    path = queue.resume("checkpoints")
+    if path:
+        logits.data.copy_(torch.load(path / "logits.pt"))
     for batch in queue:
         for mb in batch:
             log_probs = torch.log_softmax(logits, 0)[mb.input_ids]
@@ -22,6 +25,8 @@ def main(url: str) -> None:
         optimizer.zero_grad()
         queue.trained(batch)
         print(f"version {batch.version + 1}: mean reward {batch.metrics['critic/score/mean']:.2f}")
+    with queue.checkpoint("checkpoints") as path:  # in a longer run also every few batches
+        torch.save(logits.detach(), path / "logits.pt")
     queue.close()
 
 

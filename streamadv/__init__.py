@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import errors, losses, weights
+    from . import algorithms, errors, losses, padded, weights
     from .algorithms.registry import estimator
     from .grouping.scorer import Scorer
     from .grouping.unscored import UnscoredTrajectory
@@ -51,19 +51,24 @@ _HOMES = {
     "Trajectory": "trajectory.schema",
     "UnscoredTrajectory": "grouping.unscored",
     "VersionCounter": "trajectory.versions",
+    "algorithms": "algorithms",
     "errors": "errors",
     "estimator": "algorithms.registry",
     "losses": "losses",
+    "padded": "padded",
     "redis_url": "settings",
     "run_program": "program",
     "weights": "weights",
 }
 
+#: Homes that load only where torch is installed.
+_COMPUTING = ("losses", "padded", "trainer.")
+
 __all__ = [
     "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "MicroBatch",
     "Producer", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
-    "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__", "errors",
-    "estimator", "losses", "redis_url", "run_program", "weights",
+    "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
+    "algorithms", "errors", "estimator", "losses", "padded", "redis_url", "run_program", "weights",
 ]  # fmt: skip
 
 
@@ -72,3 +77,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'streamadv' has no attribute {name!r}")
     module = importlib.import_module(f".{_HOMES[name]}", __name__)
     return module if name == _HOMES[name] else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    """The public names; without torch those that load without it, because help() and completion load each."""
+    from .extras import TO_COMPUTE, is_installed
+
+    computes = all(map(is_installed, TO_COMPUTE))
+    return sorted(name for name in __all__ if computes or not _HOMES.get(name, "").startswith(_COMPUTING))

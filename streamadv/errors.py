@@ -21,7 +21,10 @@ class ManifestMismatchError(SettingError):
 
 
 class TrajectoryError(StreamadvError):
-    """The producer refuses a trajectory with a wrong field, dtype, length, size or number: correct what pushes it."""
+    """The producer refuses a trajectory with a wrong field, dtype, length, size or number: correct what pushes it.
+
+    Inside `group.run` it fails the rollout that pushes it, and is raised where all of a group fail at the same line.
+    """
 
 
 class ArgumentError(TrajectoryError, ValueError):
@@ -117,7 +120,13 @@ class NoBatchError(StreamadvError):
 
 
 class StarvedError(StreamadvError):
-    """The trainer queue gives up: every group is filtered away, stale, rolled back or dead; the message says which."""
+    """The trainer queue gives up, or ends with nothing trained, as every group was dropped: the message says why."""
+
+
+class CheckpointError(StreamadvError):
+    """A checkpoint was not saved, or rank 0 has not said that it was: the disk or another rank failed. Earlier ones are
+    whole, and `queue.resume` finds the newest.
+    """
 
 
 class EpochFencedError(StreamadvError):

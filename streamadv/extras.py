@@ -28,6 +28,7 @@ EXTRAS: Final = {
     "verl": "verl",
     "transfer_queue": "verl",
     "opentelemetry.sdk": "otel",
+    "lupa": "testing",
 }
 
 #: Packages that whatever computes needs.

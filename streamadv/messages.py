@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 MAX_MESSAGE_CHARS: Final = 400
 
-#: Folders of code that the user has not written: Python, what is installed beside it, and streamadv.
+_PACKAGE: Final = f"{Path(__file__).parent}{os.sep}"
+#: Folders of other code that the user has not written: Python, and what is installed beside it.
 _INSTALLED: Final = (
     "<",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    f"{Path(__file__).parent}{os.sep}",
 )
 
 #: pydantic puts the branch of a union into the path of an error, though it is no field.
@@ -75,12 +75,10 @@ def brief(value: Any) -> str:
 
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)`: the line of the user's code that has raised, or that called what has; `` if none is known."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
-    if not (own or frames):
-        return ""
-    frame = (own or frames)[-1]
-    return f" ({Path(frame.filename).name}:{frame.lineno})"
+    frames = list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)] or frames
+    frames = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

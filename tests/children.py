@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from queue import SimpleQueue
 
-from streamadv.processes.children import Child, Message
+from benchmarks.children import Child, Message
 
 SEND = "import json, signal, sys\ndef send(kind, **f): print(json.dumps(dict(f, kind=kind)), flush=True)\n"
 

@@ -41,7 +41,7 @@ MASTER: Final = "mymaster"
 
 def until(true: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
     """Wait for something on a server or of processes. What cannot be asked now is asked again."""
-    wait = Wait(Blocked("test", "waiting for a server"), timeout=within_s, base=0.005, cap=0.05)
+    wait = Wait(Blocked("test", "waiting for a server", None), timeout=within_s, base=0.005, cap=0.05)
     while True:
         try:
             if true():
@@ -226,6 +226,17 @@ class Cluster:
         node.start()
         self.wait_until_whole()
         node.client.config_set("cluster-node-timeout", self._node_timeout_ms)
+
+    @contextmanager
+    def calm(self) -> Iterator[None]:
+        """No node takes another for dead meanwhile."""
+        for node in self.nodes:
+            node.client.config_set("cluster-node-timeout", 3_600_000)
+        try:
+            yield
+        finally:
+            for node in self.nodes:
+                node.client.config_set("cluster-node-timeout", self._node_timeout_ms)
 
     def take_over(self, replica: Node) -> None:
         """Make a replica the primary at once, whatever the others say."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import redis.asyncio.cluster
 from hypothesis import HealthCheck, settings
 
 from streamadv import clock
+from streamadv.batch import leader
 from streamadv.errors import ServerError
 from streamadv.grouping import housekeeping
 from streamadv.producer import Producer
@@ -32,7 +34,8 @@ from tests.clusters import Cluster
 #: Markers of all tests in a folder.
 MARKERS: Final = {
     "chaos": ("server", "processes", "slow"),
-    "soak": ("server", "processes", "slow"),
+    "soak": ("server", "processes", "slow", "release"),
+    "benchmarks": ("release",),
     "servers": ("server",),
 }
 SERVERS: Final = ("redis-server", "valkey-server")
@@ -50,13 +53,18 @@ def pytest_configure() -> None:
     for name in ("chaos.harness", "flows", "support"):  # what tests share asserts too
         pytest.register_assert_rewrite(f"tests.{name}")
     sys.addaudithook(_note_start)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell has started with &
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Set the markers that follow from fixtures and folders."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        uses_server = {"server", "cluster", "forgetful"} & set(getattr(item, "fixturenames", ()))
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "cluster" in fixtures:
+            item.add_marker(pytest.mark.xdist_group("cluster"))  # its processes are started once
+        uses_server = {"server", "cluster", "forgetful"} & fixtures
         for marker in (*MARKERS.get(folder, ()), *(["server"] if uses_server else [])):
             item.add_marker(marker)
 
@@ -105,6 +113,12 @@ def _rounds_of_housekeeping_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _producers_are_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of the server tests make the heartbeats themselves, or know that no producer is alive."""
+    monkeypatch.setattr(leader, "SETTLE_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_goes_on_after_a_test() -> Iterator[None]:
     """Heartbeats of trainers that nobody closed, and what was being read ahead, would run into later tests' patches."""
     waiting._live.clear()  # waits that an earlier test left
@@ -128,6 +142,15 @@ def _logging_stays_as_it_was() -> Iterator[None]:
     root.setLevel(level)
     logging.captureWarnings(False)
     sys.excepthook = hook
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay_as_they_were() -> Iterator[None]:
+    """`up`, run in this process, takes SIGINT and SIGTERM and keeps them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

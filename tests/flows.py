@@ -85,7 +85,7 @@ class Flow:
 
     def join(self) -> Run:
         connection = Connection(self.url)
-        return patiently(lambda: open_run(connection, self.name, self.settings), "test")
+        return patiently(lambda: open_run(connection, self.name, self.settings), "test", self.name)
 
     def check(self) -> None:
         """Nothing lost, nothing twice, nothing left."""

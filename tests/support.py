@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import fakeredis
 import numpy as np
+import pytest
 
 from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare_or_discard
@@ -37,12 +38,25 @@ from streamadv.status.model import Ledger
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.checked import Checked
+from streamadv.trajectory.members import Members, members_of
+from streamadv.trajectory.packet import Packet
+from streamadv.trajectory.packet_encoding import encode_packets
 from streamadv.trajectory.reference import Reference, references_of
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 Forward = Callable[[float], None]
+T = TypeVar("T")
 
 CPU = choose_device("cpu")
+
+
+def some_of(values: Iterable[T], every: int) -> list[Any]:
+    """Parameters of which `make test` takes one in so many; the others have the marker `release`."""
+    return [
+        value if number % every == 0 else pytest.param(value, marks=pytest.mark.release)
+        for number, value in enumerate(values)
+    ]
 
 
 def deep_problems(run: Run) -> list[str]:
@@ -78,6 +92,16 @@ def unscored(group_id: str = "g", index: int = 0, size: int = 2, **fields: Any) 
 def ended(group_id: str, index: int, size: int, status: str) -> Trajectory:
     """A failed or aborted rollout."""
     return Trajectory(group_id=group_id, group_size=size, rollout_index=index, status=status)
+
+
+def packets_of(trajectories: Sequence[Trajectory], limit: int = 1 << 22) -> list[Packet]:
+    """The packets in which trajectories of one group are sent."""
+    return encode_packets([Checked.of(item) for item in trajectories], limit)
+
+
+def members_in(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Members:
+    """Usable trajectories as members. sizes: payload bytes of each."""
+    return members_of([Checked.of(item) for item in trajectories], sizes)
 
 
 def push_groups(producer: Producer, count: int, size: int = 2, prefix: str = "g", **fields: Any) -> list[str]:
@@ -234,15 +258,16 @@ def empty_status() -> Status:
     )
 
 
-def make_overdue(run: Run, group_id: str, deadline_ms: int = 1) -> None:
-    """Move an open group's deadline."""
+def make_overdue(run: Run, group_id: str, deadline_ms: int = -(10**15)) -> None:
+    """Move an open group's deadline, before all that was pushed."""
     keys = run.keys.shard(run.keys.shard_of(group_id))
     run.connection.scripts.zadd(keys.open, {group_id: deadline_ms}, xx=True)
 
 
 def now_ms(run: Run) -> int:
-    seconds, microseconds = run.connection.scripts.time()
-    return int(seconds) * 1000 + int(microseconds) // 1000
+    """By the clock that deadlines have, of the home shard."""
+    ms: int = run.home.call("tick")
+    return ms
 
 
 def logged(run: Run) -> dict[str, LoggedGroup]:

@@ -16,9 +16,8 @@ from streamadv.messages import log_fields
 from streamadv.processes.garbage import collect_rarely
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import GROUPER
-from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
-from streamadv.status.admission import read_server
+from streamadv.status.read import read_server
 from streamadv.store.connection import Connection
 from streamadv.store.retry import RETRYABLE, Outage
 
@@ -54,7 +53,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Event, stage: str) -> Run:
+def join_run(settings: Settings, stop: threading.Event, stage: str) -> Run:
     """Serve metrics and probes, wait for the server, create or join the run. `say_ready` is for when all else is right.
 
     stage: who waits, in the log. A signal ends the wait with KeyboardInterrupt.
@@ -72,11 +71,11 @@ def join_run(settings: Settings, wanted: RunSettings | None, stop: threading.Eve
         if stop.is_set():
             raise KeyboardInterrupt
 
-    outage = Outage(stage, sleep=stop.wait)
+    outage = Outage(stage, settings.run, sleep=stop.wait)
     while True:
         connection.wait_until_ready(on_wait=on_wait)
         try:
-            run = open_run(connection, settings.run, wanted)
+            run = open_run(connection, settings.run)
             warn_of_server(run, stage)
             outage.over()
             break

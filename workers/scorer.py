@@ -8,22 +8,15 @@ from typing import Any
 from streamadv.errors import SettingError
 from streamadv.grouping.scorer import Scorer
 from streamadv.grouping.scores import check_function
-from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
 
 from .process import join_run, leave, say_ready, stop_on_signals
 
 
-def main(
-    settings: Settings,
-    wanted: RunSettings | None,
-    function: Callable[..., Any],
-    name: str | None = None,
-    **options: Any,
-) -> int:
+def main(settings: Settings, function: Callable[..., Any], name: str | None = None, **options: Any) -> int:
     """Score with `function` until SIGTERM or SIGINT. name, options: of the `Scorer`."""
     stop = stop_on_signals()
-    run = join_run(settings, wanted, stop, name or "scorer")
+    run = join_run(settings, stop, name or "scorer")
     name = name or name_of(function, run.manifest.scorers, run.name)
     scorer = Scorer(run.connection, run.name, name, **options)
     check_function(function, name)
@@ -42,7 +35,7 @@ def name_of(function: Callable[..., Any], scorers: Sequence[str], run: str) -> s
     remedy = (
         "say which by --name"
         if scorers
-        else f"name them when the run is created, or here by --scorers {function_name}"
+        else f"name them by `streamadv runs create --run {run} --scorers {function_name}`"
     )
     raise SettingError(
         f"run {run} has the scorers {', '.join(scorers) or 'none'}, not {function_name!r}: {remedy}"

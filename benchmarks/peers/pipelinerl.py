@@ -1,10 +1,10 @@
 """PipelineRL's way, from its description: one record a group, XADD and XREAD COUNT 1, two hops.
 
-`python pipelinerl.py actor | preprocessor | trainer LINE FORMAT`. The actor adds a group's record to one stream, the
-preprocessor reads it, takes it apart, puts it together again and adds it to the next, the trainer reads that. No
-consumer groups, no acknowledgements; positions live in memory. The actor stops when too many groups are under way,
-as the trainer's own stream of processed ones tells it. FORMAT: `pickle` (its own: lists of numbers, pickled), `lists`
-(the same as JSON) or `arrays` (a JSON header and raw arrays behind each other in one field).
+`python -m benchmarks.peers.pipelinerl actor | preprocessor | trainer LINE FORMAT`. The actor adds a group's record to
+one stream, the preprocessor reads it, takes it apart, puts it together again and adds it to the next, the trainer reads
+that. No consumer groups, no acknowledgements; positions live in memory. The actor stops when too many groups are under
+way, as the trainer's own stream of processed ones tells it. FORMAT: `pickle` (its own: lists of numbers, pickled),
+`lists` (the same as JSON) or `arrays` (a JSON header and raw arrays behind each other in one field).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import redis
 
-from streamadv.bench.lines import GROUP_SIZE, Line, make_groups
-from streamadv.bench.pace import Pace
 from streamadv.processes import messages
+
+from ..lines import GROUP_SIZE, Line, make_groups
+from ..pace import Pace
 
 Record = list[dict[str, Any]]
 

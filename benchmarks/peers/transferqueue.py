@@ -77,7 +77,7 @@ def main(settings: dict[str, Any]) -> None:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         tq.init()
-        writer = Writer.remote(settings)
+        writer = Writer.remote(settings)  # type: ignore[attr-defined]
         single = {name: column[0] for name, column in make_batch(settings, 1).items()}
         pending: list[Any] = []
         order, number, count, due = Order(), 0, 0, 0.0

@@ -23,7 +23,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from streamadv.cli import make_parser
 from streamadv.metrics import instruments
-from streamadv.metrics.histogram import ArrayHistogram
+from streamadv.metrics.collectors import ArrayHistogram
 from streamadv.run.manifest import DEFAULTS, RunSettings
 from streamadv.settings import SECRETS, Settings
 from streamadv.status import exported

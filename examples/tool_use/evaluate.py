@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 from pathlib import Path
 
@@ -28,7 +27,7 @@ async def main(options: argparse.Namespace) -> None:
     kept = sa.weights.versions(options.weights)
     policy = new_policy()
     engine = LocalEngine(policy, max_batch=256, seed=options.seed)
-    async with sa.Producer(sa.redis_url(), run=os.environ["STREAMADV_RUN"]) as producer:
+    async with sa.Producer(sa.redis_url()) as producer:
         for version in [version for version in kept if version % options.every == 0 or version == kept[-1]]:
             engine.version = sa.weights.load(sa.weights.path_of(options.weights, version), policy)
             async with asyncio.TaskGroup() as tasks:

@@ -56,13 +56,12 @@ class Learner:
         return means
 
     def save(self, file: Path, **more: Any) -> None:
-        """A checkpoint, there whole or not at all. more: plain values to be saved with it."""
+        """Write what `load` goes on from. more: plain values to be saved with it."""
         state = {name: getattr(self, name).state_dict() for name in ("policy", "optimizer", "schedule")}
-        torch.save(state | more, file.with_suffix(".new"))
-        file.with_suffix(".new").replace(file)
+        torch.save(state | more, file)
 
     def load(self, file: Path) -> dict[str, Any]:
-        """Go on from a checkpoint; returns what was saved with it."""
+        """Go on from there; returns what was saved with it."""
         saved: dict[str, Any] = torch.load(file, weights_only=True)
         for name in ("policy", "optimizer", "schedule"):
             getattr(self, name).load_state_dict(saved.pop(name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 from pathlib import Path
 
@@ -36,7 +35,7 @@ async def main(options: argparse.Namespace) -> None:
     latency = Latency(options.latency, chance)
     engine = LocalEngine(new_policy(), max_batch=256, seed=options.seed)
     weights = sa.weights.Loader(options.weights)
-    async with sa.Producer(sa.redis_url(), run=os.environ["STREAMADV_RUN"]) as producer:
+    async with sa.Producer(sa.redis_url()) as producer:
         await producer.wait_for_weights()  # the trainer that names some also paces the groups
         async with asyncio.TaskGroup() as tasks:
             async for group in producer.groups(options.group_size, data_source="directory", ahead=0):

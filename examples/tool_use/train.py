@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -18,15 +17,13 @@ def main(options: argparse.Namespace) -> None:
     learner = Learner(options.correction, lr=options.lr, warm_up=options.warm_up, entropy=options.entropy)
     progress = Progress(options.log, updates=options.updates, seconds=options.seconds, target=options.target)
     queue = sa.TrainerQueue(
-        sa.redis_url(), run=os.environ["STREAMADV_RUN"], chain="grpo", batch_groups=options.batch_groups,
+        sa.redis_url(), chain="grpo", batch_groups=options.batch_groups,
         max_staleness=options.max_staleness, drop_after=options.max_staleness,  # nothing older is trained on
-        commit="manual", max_filtered_batches=None,
+        max_filtered_batches=None,
     )  # fmt: skip
-    if options.checkpoint.exists():
-        saved = learner.load(options.checkpoint)
-        progress.load_state_dict(saved["progress"])
-        queue.load_state_dict(saved["queue"])  # the batches after the checkpoint come again
-        sa.weights.withdraw(options.weights, above=progress.version)
+    path = queue.resume(options.checkpoints)  # the batches after the checkpoint come again
+    if path:
+        progress.load_state_dict(learner.load(path / "learner.pt")["progress"])
     else:
         sa.weights.load(options.start, learner.policy)
 
@@ -41,9 +38,8 @@ def main(options: argparse.Namespace) -> None:
         queue.trained(batch, weights=weights)  # admits groups, whose weights have to be there by now
         progress.note(batch, figures)
         if progress.is_over or progress.version % options.checkpoint_every == 0:
-            state = queue.state_dict()
-            learner.save(options.checkpoint, progress=progress.state_dict(), queue=state)
-            queue.commit(state)  # after the checkpoint is saved
+            with queue.checkpoint(options.checkpoints) as path:  # what it holds is trained
+                learner.save(path / "learner.pt", progress=progress.state_dict())
         if progress.is_over:
             break
     queue.finish()  # rollouts begin no more groups
@@ -55,7 +51,7 @@ if __name__ == "__main__":
     parser.add_argument("--start", type=Path, default=Path("start.safetensors"), help="made by policy.py")
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="folder to publish versions to")
     parser.add_argument("--keep-every", type=int, default=10, metavar="VERSIONS", help="kept for evaluate.py")
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="folder")
     parser.add_argument("--checkpoint-every", type=int, default=10, metavar="UPDATES")
     parser.add_argument("--log", type=Path, default=Path("log.jsonl"), help="gets a line for each update")
     parser.add_argument("--max-staleness", type=int, default=2, help="0: synchronous")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ def main(options: argparse.Namespace) -> None:
         logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, bf16=False,
     )  # fmt: skip
     queue = queue_for(
-        args, sa.redis_url(), run=os.environ["STREAMADV_RUN"], chain="grpo", batch_groups=8,
+        args, sa.redis_url(), chain="grpo", batch_groups=8,
         max_staleness=options.max_staleness, drop_after=options.max_staleness, max_filtered_batches=None,
     )  # fmt: skip
     published = {"weights": options.weights, "keep_every": options.keep_every}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
 from redis.exceptions import OutOfMemoryError
 
-from .. import metrics, tracing
+from .. import doors, metrics, tracing
 from ..run import Run
 from ..run.consumer import ADVANTAGE
 from ..store.calls import run_transaction
@@ -31,7 +30,7 @@ def publish(run: Run, computed: ComputedItem) -> bool:
 def _publish(run: Run, computed: ComputedItem) -> Any:
     """One attempt; LOST if its output was gone before the script ran, because the server stood still."""
     keys = run.keys.shard(computed.prepared.entry.shard)
-    output = keys.output(secrets.token_hex(12)) if computed.outputs else keys.void
+    output = keys.output(doors.random_bytes(12).hex()) if computed.outputs else keys.void
     payloads = [(output, dict(computed.outputs))] if computed.outputs else []
     call = script_call("publish", keys, _arguments(computed, {}), output=output)
     try:

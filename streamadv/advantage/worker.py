@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from .. import clock, metrics
+from .. import clock, doors, metrics
 from ..algorithms.device import Device, choose_device
 from ..errors import ChainError, SettingError
 from ..messages import log_fields, one_line
@@ -78,8 +78,8 @@ class Worker:
         self._stop = stop
         self._device = choose_device(device)
         self._consumer = Consumer(run, STAGE, lambda keys: keys.work, lease_s=lease_s, stop=stop, name=name)
-        self._prepared: queue.Queue[PreparedItem] = queue.Queue(PREFETCH)
-        self._computed: queue.Queue[ComputedItem | None] = queue.Queue(PREFETCH)  # None: no more will come
+        self._prepared: queue.Queue[PreparedItem] = doors.Queue(PREFETCH)
+        self._computed: queue.Queue[ComputedItem | None] = doors.Queue(PREFETCH)  # None: no more will come
         self._failures: list[BaseException] = []  # of the reader and the publisher
 
     def run(self) -> None:
@@ -97,15 +97,20 @@ class Worker:
                 self._failures.append(error)
                 self._stop.set()
 
-        thread = threading.Thread(target=body, name=name, daemon=True)
+        thread = doors.Thread(target=body, name=name, daemon=True)
         thread.start()
         return thread
 
     # Read
 
     def _read(self) -> None:
-        outage = Outage(STAGE, sleep=self._stop.wait)
-        unknown = Wait(Blocked(STAGE, UNKNOWN_CHAIN, first_s=0.0), base=1.0, cap=10.0, sleep=self._stop.wait)
+        outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
+        unknown = Wait(
+            Blocked(STAGE, UNKNOWN_CHAIN, self._run.name, first_s=0.0),
+            base=1.0,
+            cap=10.0,
+            sleep=self._stop.wait,
+        )
         is_checked = False
         while not self._stop.is_set():
             try:
@@ -144,8 +149,13 @@ class Worker:
     # Compute
 
     def _compute(self) -> None:
-        outage = Outage(STAGE, sleep=self._stop.wait)
-        failing = Wait(Blocked(STAGE, FAILING_CHAIN, first_s=0.0), base=1.0, cap=10.0, sleep=self._stop.wait)
+        outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
+        failing = Wait(
+            Blocked(STAGE, FAILING_CHAIN, self._run.name, first_s=0.0),
+            base=1.0,
+            cap=10.0,
+            sleep=self._stop.wait,
+        )
         while not self._stop.is_set():
             try:
                 prepared = self._prepared.get(timeout=POLL_S)
@@ -188,7 +198,7 @@ class Worker:
 
     def _publish(self) -> None:
         while (computed := self._computed.get()) is not None:
-            outage = Outage(STAGE, sleep=self._stop.wait)
+            outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
             while True:
                 try:
                     with metrics.timed(STAGE, "publish"):

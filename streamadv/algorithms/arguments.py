@@ -20,12 +20,10 @@ from torch import Tensor
 from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from ..trajectory.columns import Array
-from . import kernels
 from .labels import numbered
 
 Dims = tuple[str | int, ...]
 GREATEST: Final = float(torch.finfo(torch.float32).max)  # results are float32: above it they are infinite
-FLAG_DTYPES: Final = (torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class Call:
     device: tuple[torch.device, str] | None = None
     numbers: list[tuple[str, Tensor, Values]] = field(default_factory=list)
     masks: list[tuple[str, Tensor]] = field(default_factory=list)
-    #: on a device: 0-d bool per mask, read at the end of the checks
+    #: 0-d number per mask: other than 0 if it has a value other than 0 and 1
     bad_masks: list[tuple[str, Tensor]] = field(default_factory=list)
     #: addresses of tensors that belong to the caller
     memory: set[int] = field(default_factory=set)
@@ -73,24 +71,11 @@ class Flags:
         tensor = _tensor(name, value, call)
         _fit(name, tensor.shape, self.dims, None, call)
         if tensor.dtype != torch.bool:
-            tensor = _as_bool(name, tensor, call)
+            values = tensor if tensor.is_floating_point() else tensor.to(torch.int64)
+            tensor = values.to(torch.bool)
+            call.bad_masks.append((name, (values - tensor.to(values.dtype)).abs().sum()))
         if self.counts:
             call.masks.append((name, tensor))
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedLater:
-    """`kind`, except that on a CPU nobody has looked at the elements yet; see `entrance.checked_while_read`."""
-
-    kind: Values | Flags
-
-    def take(self, name: str, value: Any, call: Call) -> Tensor:
-        tensor = _tensor(name, value, call)
-        dtypes = FLAG_DTYPES if isinstance(self.kind, Flags) else (torch.float32, torch.float64)
-        if not kernels.on_cpu(tensor) or tensor.dtype not in dtypes:
-            return self.kind.take(name, value, call)
-        _fit(name, tensor.shape, self.kind.dims, None, call)
         return tensor
 
 
@@ -349,22 +334,6 @@ def _is_hashable(label: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _as_bool(name: str, mask: Tensor, call: Call) -> Tensor:
-    if mask.dtype not in FLAG_DTYPES:
-        mask = mask.to(torch.float32 if mask.is_floating_point() else torch.int64)
-    if not kernels.on_cpu(mask):
-        call.bad_masks.append((name, ((mask != 0) & (mask != 1)).any()))
-        return mask != 0
-    nonzero = torch.empty(mask.shape, dtype=torch.bool)
-    if not kernels.nonzero(kernels.as_array(mask).reshape(-1), kernels.as_array(nonzero).reshape(-1)):
-        raise not_a_mask(name)
-    return nonzero
-
-
-def not_a_mask(name: str) -> ArgumentError:
-    return ArgumentError(f"{name} holds values other than 0 and 1: give a mask, and weights apart from it")
 
 
 def _what(value: Any) -> str:

@@ -29,29 +29,15 @@ class Metric(NamedTuple):
 
 
 def mean(values: Tensor, weight: Tensor) -> Metric:
-    """The mean of `values` [K] that count `weight` [K] times (0 = not at all, whatever the value), as tensors."""
+    """The mean of `values` [K] that count `weight` [K] times (0 = not at all, whatever the value)."""
     known = summarise(values, weight)
-    if known is not None:
-        return Metric(*torch.tensor([known.mean, known.size], dtype=torch.float64))
-    weight = weight.to(torch.float64)
-    total = weight.sum()
-    counted = torch.where(weight > 0, values.to(torch.float64) * weight, 0.0)
-    return Metric(counted.sum() / total.clamp(min=1), total)
+    return Metric(known.mean, known.size)
 
 
-def summary(name: str, values: Tensor, weight: Tensor, known: Summary | None = None) -> dict[str, Metric]:
-    """`name`/mean, /max and /min of `values` [K] that count `weight` [K] times (0 = not at all), if not `known`."""
-    known = known or summarise(values, weight)
-    if known is not None:
-        average, greatest, least = Metric(known.mean, known.size), known.greatest, known.least
-    else:
-        average = mean(values, weight)
-        greatest, least = (extreme(values, weight > 0, largest=which).value for which in (True, False))
-    return {
-        f"{name}/mean": average,
-        f"{name}/max": Metric(greatest, average.weight),
-        f"{name}/min": Metric(least, average.weight),
-    }
+def summary(name: str, known: Summary) -> dict[str, Metric]:
+    """`name`/mean, /max and /min."""
+    ends = {"mean": known.mean, "max": known.greatest, "min": known.least}
+    return {f"{name}/{end}": Metric(value, known.size) for end, value in ends.items()}
 
 
 def fraction(hits: Tensor, weight: Tensor) -> Metric:

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..trajectory.columns import Array
 from ..trajectory.members import Positions
-from . import kernels
 
 
 def numbered(labels: Collection[Hashable]) -> tuple[Positions, list[Hashable]]:
@@ -29,7 +28,4 @@ def numbered_array(labels: Array) -> Positions:
 
 def by_number(numbers: Positions) -> tuple[Positions, Positions]:
     """(order [K]: the elements number after number, those of one in their order; offsets [G + 1] of the numbers)."""
-    order = np.empty(len(numbers), np.int64)
-    offsets = np.zeros(int(numbers.max()) + 2 if len(numbers) else 1, np.int64)
-    kernels.by_number(numbers, order, offsets)
-    return order, offsets
+    return np.argsort(numbers, kind="stable"), np.append(0, np.cumsum(np.bincount(numbers)))

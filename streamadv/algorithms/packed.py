@@ -15,8 +15,8 @@ from ..errors import ArgumentError, OptionError, TrajectoryError
 from ..extras import torch
 from ..messages import brief
 from .packed_checks import BUILT, check_changed, check_shapes, check_steps, layout_of
-from .segments import segment_sum
-from .trainable import Trainable, spread_rows, tokens_where
+from .segments import segment_sum, spread
+from .trainable import Trainable, tokens_where
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,10 +184,10 @@ def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None 
     rounded = values.detach().to(torch.float32)
     tokens = batch.trainable_tokens
     if level == "row":
-        return spread_rows(rounded, *tokens, out)[0]
+        on_tokens = spread(rounded, tokens.offsets, batch.num_tokens)
+        return torch.where(tokens.mask, on_tokens, torch.zeros((), device=batch.device), out=out)
     if level == "token":
-        on_tokens = tokens.only(rounded)
-        return on_tokens.clone() if on_tokens.data_ptr() == values.data_ptr() else on_tokens
+        return tokens.only(rounded)
     # Outside all spans a token's step is -1: the zero at the end.
     with_zero = torch.cat([rounded, rounded.new_zeros(1)])
     return tokens.only(with_zero[token_step(batch)])

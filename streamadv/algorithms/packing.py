@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import TrajectoryError
 from ..extras import torch
+from ..trajectory.checked import Checked
 from ..trajectory.columns import Array
 from ..trajectory.members import NO_STATE, Members, Positions, members_of, offsets
 from ..trajectory.schema import Trajectory
@@ -80,7 +81,7 @@ def pack_trajectories(
     numbers = {group_id: number for number, group_id in enumerate(owners)}
     rows = [row.columns for one in ordered for row in one.rows]
     return _packed(
-        members_of(ordered, [0] * len(ordered)),
+        members_of([Checked.of(one) for one in ordered], [0] * len(ordered)),
         np.array([numbers[one.group_id] for one in ordered], np.int64),
         list(owners.values()),
         {name: np.concatenate([row[name] for row in rows]) for name in names} if rows else {},

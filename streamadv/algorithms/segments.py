@@ -29,12 +29,8 @@ class Moments(NamedTuple):
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """[G] float64: sum of `values` [K] over a segment, 0 for an empty one."""
-    if not kernels.on_cpu(values):
-        values = values.to(torch.float64)
-        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
-    sums = torch.empty(len(offsets) - 1, dtype=torch.float64)
-    kernels.segment_sum(*map(kernels.as_array, (values, offsets, sums)))
-    return sums
+    values = values.to(torch.float64)
+    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
 
 
 def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
@@ -86,23 +82,14 @@ def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Mo
     """
     values = values.to(torch.float64)
     weight = torch.ones_like(values) if weight is None else weight.to(torch.float64)
-    if not kernels.on_cpu(values):
-        return _moments_on_device(values, offsets, weight)
-    results = torch.empty((4, len(values)), dtype=torch.float64)
-    kernels.moments(*map(kernels.as_array, (values, weight, offsets, results)))
-    return Moments(*results.unbind())
-
-
-def _moments_on_device(values: Tensor, offsets: Tensor, weight: Tensor) -> Moments:
-    def spread_sum(values: Tensor) -> Tensor:
-        return spread(
-            segment_sum(torch.where(weight > 0, values * weight, 0.0), offsets), offsets, len(values)
-        )
-
-    total = spread_sum(torch.ones_like(values))
-    least = spread(segment_min(torch.where(weight > 0, values, torch.inf), offsets), offsets, len(values))
-    least = torch.where(total > 0, least, 0.0)
-    mean_above = spread_sum(values - least) / total.clamp(min=1)
-    centred = values - least - mean_above
-    std = (spread_sum(centred.square()) / (total - 1).clamp(min=1)).sqrt()
-    return Moments(total, least + mean_above, std, centred)
+    counts = weight > 0
+    size = segment_sum(weight.clamp(min=0), offsets)
+    least = segment_min(torch.where(counts, values, torch.inf), offsets)
+    least = torch.where(size > 0, least, 0.0)
+    above = values - spread(least, offsets, len(values))
+    mean_above = segment_sum(torch.where(counts, above * weight, 0.0), offsets) / size.clamp(min=1)
+    centred = above - spread(mean_above, offsets, len(values))
+    squares = segment_sum(torch.where(counts, centred * centred * weight, 0.0), offsets)
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
+    size, mean, std = (spread(each, offsets, len(values)) for each in (size, least + mean_above, std))
+    return Moments(size, mean, std, centred)

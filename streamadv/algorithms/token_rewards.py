@@ -15,6 +15,7 @@ from ..extras import torch
 from . import kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
+from .segments import segment_sum
 from .trainable import Trainable
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
     """[N]: `rewards` [N], those at tokens that do not count moved to the previous one that does; NaN there is none."""
     if kernels.on_cpu(rewards):
         array, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
-        if not kernels.has_values_outside(array, mask):
-            return torch.from_numpy(array)
         moved = np.empty_like(array)
         kernels.credit(array, mask, offsets, moved)
         return torch.from_numpy(moved)
@@ -55,13 +54,12 @@ def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
 
 def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """[B] float64: row sums of padded `rewards` [B, T] over all tokens; NaN is none where `mask` [B, T] is 0."""
-    if not kernels.on_cpu(rewards):
-        return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).sum(1, dtype=torch.float64)
-    sums = torch.empty(len(rewards), dtype=torch.float64)
-    array, counted = kernels.as_array(rewards), kernels.as_array(mask)
-    bits = array.view(np.uint32 if array.itemsize == 4 else np.uint64)
-    kernels.row_rewards(array, bits, counted, kernels.as_array(sums))
-    return sums
+    rows, width = rewards.shape
+    offsets = torch.arange(rows + 1, device=rewards.device) * width
+    sums = segment_sum(rewards.reshape(-1), offsets)
+    if not sums.isnan().any():
+        return sums
+    return segment_sum(torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).reshape(-1), offsets)
 
 
 def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..extras import torch
 from . import kernels
-from .scan import ends_row, reverse_scan, scan_blocks
+from .scan import ends_row, reverse_scan
+from .segments import keyed_sum
 from .trainable import Trainable
 
 if TYPE_CHECKING:
@@ -21,17 +22,9 @@ def turn_mean(values: Tensor, tokens: Trainable) -> Tensor:
         mean = torch.empty(len(values), dtype=torch.float64)
         kernels.turn_mean(*map(kernels.as_array, (values, tokens.mask, tokens.offsets, mean)))
         return mean
-    last = _ends_turn(tokens)
-    within = (~last).to(torch.float64)
-    counted = tokens.only(values.to(torch.float64))
-    # A turn's sum is at its first token; a second scan, forward, carries its mean to the others.
-    sums, counts = (reverse_scan(x, within, tokens) for x in (counted, tokens.mask.to(torch.float64)))
-    begins = last.roll(1) | ~tokens.mask.roll(1)
-    before = tokens._replace(mask=tokens.mask.flip(0), offsets=(len(values) - tokens.offsets).flip(0))
-    carried = scan_blocks(
-        torch.where(begins, sums / counts.clamp(min=1), 0.0).flip(0), (~begins).double().flip(0), before
-    )
-    return tokens.only(carried.flip(0))
+    turn = torch.cumsum(_ends_turn(tokens), 0) - _ends_turn(tokens).to(torch.int64)  # number of turns before
+    sums, counts = (keyed_sum(tokens.only(x), turn, len(values)) for x in (values, tokens.mask))
+    return tokens.only((sums / counts.clamp(min=1))[turn])
 
 
 def turn_returns(rewards: Tensor, tokens: Trainable, gamma: float) -> Tensor:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-import numpy as np
 
 from ..extras import torch
 from . import kernels
-from .segments import moments, segment_min, segment_sum, whole
+from .segments import moments, whole
 from .trainable import Trainable
 
 if TYPE_CHECKING:
@@ -19,35 +16,49 @@ EPSILON: Final = 1e-8
 
 
 class Summary(NamedTuple):
-    """Of the values that count, on the host."""
+    """Of the values that count, each a 0-d float64 tensor."""
 
-    size: int
-    mean: float
-    squares: float  # sum of squared distances from the mean
-    greatest: float  # -inf if nothing counts
-    least: float  # inf if nothing counts
-    is_stray: bool = False  # a value that does not count is not 0
+    size: Tensor  # how many count (sum of weights)
+    mean: Tensor
+    squares: Tensor  # sum of squared distances from the mean
+    greatest: Tensor  # -inf if nothing counts
+    least: Tensor  # inf if nothing counts
 
     @property
-    def scale(self) -> float:
+    def scale(self) -> Tensor:
         """What whitening multiplies distances from the mean by."""
-        return 1 / math.sqrt(self.squares / (self.size - 1) + EPSILON) if self.size > 1 else 1.0
+        scale = 1 / (self.squares / (self.size - 1).clamp(min=1) + EPSILON).sqrt()
+        return torch.where(self.size > 1, scale, 1.0)
+
+    @property
+    def centre(self) -> Tensor:
+        """What whitening measures distances from: 0 if it leaves the values as they are."""
+        return torch.where(self.size > 1, self.mean, 0.0)
 
     def whitened(self) -> Summary:
         """Of the float32 values that `whiten` makes of these."""
-        if self.size < 2:
-            return self
-        greatest, least = (
-            float(np.float32((end - self.mean) * self.scale)) for end in (self.greatest, self.least)
-        )
-        return Summary(self.size, 0.0, self.squares * self.scale**2, greatest, least)
+        ends = ((end - self.centre) * self.scale for end in (self.greatest, self.least))
+        greatest, least = (end.to(torch.float32).to(torch.float64) for end in ends)
+        return Summary(self.size, self.mean - self.centre, self.squares * self.scale**2, greatest, least)
 
 
-def summarise(values: Tensor, counted: Tensor) -> Summary | None:
-    """Of `values` [K] where `counted` [K] is set; None on a device, and if `counted` is not bool."""
-    if counted.dtype != torch.bool or not kernels.on_cpu(values):
-        return None
-    return Summary(*kernels.statistics(*map(kernels.as_array, (values, counted))))
+def summarise(values: Tensor, weight: Tensor) -> Summary:
+    """Of `values` [K] that count `weight` [K] times (0 = not at all, whatever the value)."""
+    if weight.dtype == torch.bool and kernels.on_cpu(values):
+        found = kernels.statistics(*map(kernels.as_array, (values, weight)))
+        return Summary(*torch.tensor(found, dtype=torch.float64).unbind())
+    counts, values, weight = weight > 0, values.to(torch.float64), weight.to(torch.float64)
+    size = torch.where(counts, weight, 0.0).sum()
+    least, greatest = size + torch.inf, size - torch.inf
+    if len(values):
+        least = torch.where(counts, values, torch.inf).amin()
+        greatest = torch.where(counts, values, -torch.inf).amax()
+    # Measured from the least value, equal values differ by exactly 0.
+    origin = torch.where(size > 0, least, 0.0)
+    above = torch.where(counts, values - origin, 0.0)
+    mean_above = (above * weight).sum() / size.clamp(min=1)
+    squares = torch.where(counts, (above - mean_above).square() * weight, 0.0).sum()
+    return Summary(size, origin + mean_above, squares, greatest, least)
 
 
 def whiten(
@@ -71,17 +82,9 @@ def whiten(
       count the values are unchanged, as in ROLL; verl raises.
     """
     summary = summary or summarise(values, tokens.mask)
-    if summary is None:
-        return _whiten_on_device(values, tokens, shift_mean, everywhere)
-    array, mask = map(kernels.as_array, (values, tokens.mask))
-    centre = summary.mean if summary.size > 1 else 0.0
-    offset = 0.0 if shift_mean else centre
-    whitened = np.empty_like(array)
-    if everywhere:
-        kernels.rescale(array, centre, summary.scale, offset, whitened)
-    else:
-        kernels.rescale_masked(array, mask, centre, summary.scale, offset, whitened)
-    return torch.from_numpy(whitened)
+    scaled = (values.to(torch.float64) - summary.centre).mul_(summary.scale)
+    scaled = (scaled if shift_mean else scaled.add_(summary.centre)).to(values.dtype)
+    return scaled if everywhere else tokens.only(scaled)
 
 
 def whiten_weighted(values: Tensor, weight: Tensor) -> Tensor:
@@ -90,26 +93,3 @@ def whiten_weighted(values: Tensor, weight: Tensor) -> Tensor:
     stats = moments(values, whole(values), weight)
     scaled = stats.centred * torch.rsqrt(stats.std.square() + EPSILON)
     return torch.where(stats.size > 1, scaled, values)
-
-
-def _whiten_on_device(values: Tensor, tokens: Trainable, shift_mean: bool, everywhere: bool) -> Tensor:
-    precise = values.to(torch.float64)
-    total = _sum(tokens.counts, whole(tokens.counts))
-    # Measured from the least value, equal values differ by exactly 0.
-    least = segment_min(torch.where(tokens.mask, precise, torch.inf), whole(precise))[0]
-    least = torch.where(total > 0, least, 0.0)
-    above = precise - least
-    mean_above = _sum(tokens.only(above), tokens.offsets) / total.clamp(min=1)
-    centred = above - mean_above
-    squares = _sum(tokens.only(centred.square()), tokens.offsets)
-    scaled = centred * torch.rsqrt(squares / (total - 1).clamp(min=1) + EPSILON)
-    if not shift_mean:
-        scaled = scaled + (least + mean_above)
-    scaled = torch.where(total > 1, scaled, precise)
-    return (scaled if everywhere else tokens.only(scaled)).to(values.dtype)
-
-
-def _sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """0-d float64: the sum of all `values`, segment by segment."""
-    partial = segment_sum(values, offsets)
-    return segment_sum(partial, whole(partial))[0]

@@ -82,8 +82,8 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
 def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
     """Go on in the branch that rank 0 is in, or begin with it."""
     if progress.session == hold.session and progress.branch == hold.branch:
-        if hold.epoch > progress.epoch and progress.has_delivered:
-            _check_last(run, progress, hold)
+        if progress.has_delivered:
+            _check_delivered(run, progress)
         return
     # load_state_dict was called here, and no branch of rank 0 has been matched with it yet
     pending = progress.loaded and progress.branch == 0
@@ -104,16 +104,16 @@ def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
         progress.claimed = hold.branch
 
 
-def _check_last(run: Run, progress: Progress, hold: Hold) -> None:
-    """Check that the batch this rank delivered last is among those that rank 0 has written again after data loss."""
-    last = progress.delivered - 1
-    if last < hold.committed:
-        return
-    record, batch = find_record(run, last), progress.batches.get(last)
-    if record is None and last < read_hold(run).committed:
-        return
-    if record is None or batch is None or record.id != batch.record.id:
-        raise BatchLostError(f"batch {last} is lost, or named again: restart the trainer from its checkpoint")
+def _check_delivered(run: Run, progress: Progress) -> None:
+    """Check that rank 0 has taken back no batch that this rank has delivered: data loss can make it name it again."""
+    stored: Any = run.connection.scripts.hget(run.keys.home.session, "taken_back")
+    taken_back = (stored or b"").decode(errors="replace").split()
+    for k, batch in progress.batches.items():
+        if k < progress.delivered and batch.record.id in taken_back:
+            raise BatchLostError(
+                f"the server has lost groups of batch {k}, and rank 0 names it again with others: restart the trainer "
+                "from its checkpoint"
+            )
 
 
 class Follower(Session):

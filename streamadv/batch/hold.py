@@ -7,10 +7,10 @@ Of two sessions the one founded under the later fencing epoch has the run.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from .. import doors
 from ..errors import StreamadvError
 from ..run import Run
 from ..run.run import fenced
@@ -74,7 +74,7 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
         progress.job,
         progress.session,
         founded(progress.session) if progress.session else "",
-        secrets.token_hex(6),
+        doors.random_bytes(6).hex(),
         "" if begins else progress.branch,
         "" if progress.began is None else progress.began,
         "1" if progress.loaded else "0",

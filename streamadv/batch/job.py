@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections import Counter
 from typing import Final
 
+from .. import doors
 from ..errors import SettingError
 from ..extras import torch
 from ..messages import brief
@@ -46,7 +46,7 @@ def find_job(number: int) -> str | None:
 
 def random_job() -> str:
     """An id for a job of one rank."""
-    return secrets.token_hex(8)
+    return doors.random_bytes(8).hex()
 
 
 def _from_torchrun() -> str | None:

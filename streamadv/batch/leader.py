@@ -7,13 +7,14 @@ Batch k is named from version k - prefetch on and kept until it is committed. Wh
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
 from ..run import Run
-from ..run.heartbeats import Attendance, is_over
+from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
 from . import traces
 from .candidates import Candidates
@@ -35,15 +36,27 @@ SCAN_PAGES: Final = 8
 JUDGE_S: Final = 0.2
 
 
+def server_text(server_ids: Sequence[str | None]) -> str:
+    """The servers of a run as its session notes them."""
+    return "; ".join(server_id or "-" for server_id in server_ids)
+
+
 class Leader(Session):
     """Made by `recovery.take_over`."""
 
     leads = True
 
     def __init__(
-        self, run: Run, settings: NamingSettings, progress: Progress, server_ids: Sequence[str | None]
+        self,
+        run: Run,
+        settings: NamingSettings,
+        progress: Progress,
+        server_ids: Sequence[str | None],
+        is_replaced: bool,
     ) -> None:
+        """is_replaced: a server may not have heard every living producer yet."""
         super().__init__(run, settings, progress, server_ids)
+        self._may_end_from = clock.now() + SETTLE_S if is_replaced else -math.inf
         self.published_version = progress.version
         self._attendance = Attendance(run)
         self._judge_due = 0.0
@@ -223,7 +236,10 @@ class Leader(Session):
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
-        return k <= self._last_nameable and is_over(self.run, self._attendance)
+        if k > self._last_nameable or not is_over(self.run, self._attendance):
+            return False
+        # Servers that were replaced since the session began may have lost that a producer is alive.
+        return clock.now() >= self._may_end_from and self.has_same_servers()
 
     def finish(self) -> None:
         super().finish()
@@ -231,4 +247,5 @@ class Leader(Session):
             shard.call("finish_run", [self.epoch])
 
     def publish_end(self, ends: int) -> None:
-        self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends])
+        servers = server_text(self._server_ids)
+        self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends, servers])

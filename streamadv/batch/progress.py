@@ -13,6 +13,8 @@ from .record import BatchRecord, Running
 DURABILITY_WINDOW_S: Final = 10.0
 #: A group that a server lost is there again when somebody pushes it again: by `resend_window`, or by hand, much later.
 RETURN_WINDOW_S: Final = 3600.0
+#: Of what `Progress.state` returns: a reader refuses a higher one.
+STATE_FORMAT: Final = 1
 
 
 class Progress:
@@ -26,7 +28,8 @@ class Progress:
     that are yet to be deleted; on other ranks those in hand, the one delivered last and the next one, once it is found.
 
     The id of every group in the weights that a server may still have, or have again, is here: it is uncommitted, or it
-    was committed and the same servers have not been seen `window` seconds later.
+    was committed and the same servers have not been seen `window` seconds later, or RETURN_WINDOW_S later if servers
+    were replaced since its batch was named.
     """
 
     def __init__(self, window: float = DURABILITY_WINDOW_S, world_size: int = 1) -> None:
@@ -48,6 +51,8 @@ class Progress:
         # How far the training loop is.
         self.version = self.committed = self.delivered = 0
         self.batches: dict[int, NamedBatch] = {}
+        #: On rank 0: ids of batches that it has named and taken back, whatever another rank has done with them.
+        self.taken_back: list[str] = []
         self.delivered_at: float | None = None  # when the training loop got its last batch
         self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
         # What one batch hands on to the next, see `carryover.py`.
@@ -63,6 +68,7 @@ class Progress:
         self._uncommitted: dict[str, int] = {}  # group -> its batch, in the order of the batches
         self._committed: dict[str, float] = {}  # group -> when, in that order
         self._returning: dict[str, float] = {}  # those of another server's time, or of a checkpoint
+        self._named_elsewhere = 0  # batches below it were named on servers that were replaced
 
     def __contains__(self, group_id: object) -> bool:
         """Whether the group is in the weights."""
@@ -92,9 +98,15 @@ class Progress:
         self.branch = 0
         self._returning = dict.fromkeys(state["groups"], clock.now())
 
+    @staticmethod
+    def beginning(run: str) -> dict[str, Any]:
+        """The state of a job that has trained nothing yet."""
+        return {"run": run, "version": 0, "groups": [], "kl": {}, "running": None}
+
     def state(self, run: str) -> dict[str, Any]:
         """What belongs into a checkpoint, for `load`."""
         state: dict[str, Any] = {
+            "format": STATE_FORMAT,
             "run": run,
             "epoch": self.epoch,
             "version": self.version,
@@ -111,6 +123,7 @@ class Progress:
         self.ends = 0
         self.batches = {}
         self._uncommitted, self._committed = {}, {}
+        self._named_elsewhere = 0
 
     # How it goes on
 
@@ -157,9 +170,10 @@ class Progress:
         self.committed = max(self.committed, version)
         while self._uncommitted and next(iter(self._uncommitted.values())) < version:
             group_id = next(iter(self._uncommitted))
-            del self._uncommitted[group_id]
-            self._committed.pop(group_id, None)
-            self._committed[group_id] = now
+            k = self._uncommitted.pop(group_id)
+            groups = self._returning if k < self._named_elsewhere else self._committed
+            groups.pop(group_id, None)
+            groups[group_id] = now
 
     def follow(self, committed: int) -> None:
         """Do on a rank above 0 what rank 0 has committed: such a rank keeps only what is uncommitted."""
@@ -180,7 +194,8 @@ class Progress:
             _forget_first(self._returning, asked - RETURN_WINDOW_S)
 
     def servers_replaced(self) -> None:
-        """Other servers answer, which may lack recent commits: producers may push those groups again."""
+        """Other servers answer, which may lack recent commits and groups: producers may push those groups again."""
+        self._named_elsewhere = max(self.batches, default=-1) + 1
         now = clock.now()
         self._returning.update(dict.fromkeys(self._committed, now))
         self._committed = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..grouping.groups_log import Pointer, find_groups
@@ -18,7 +18,7 @@ from ..run.run import Shard
 from .commit import commit, read_results, results_of
 from .exclusion import dead_letter_groups, read_exclusions
 from .hold import take
-from .leader import Leader
+from .leader import Leader, server_text
 from .named import NamedBatch
 from .progress import Progress, weights_version
 from .record import BatchRecord, name_batch, read_records
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     """Take the run for the job and make it say what the job knows. Fences older jobs; raises EpochFencedError."""
     server_ids = run.server_ids()
+    is_replaced = _is_replaced(run, server_ids, begins=progress.began is None)
     run_committed, begins_branch = take(run, progress)
     if begins_branch and progress.loaded and progress.version < run_committed:
         _say_what_is_deleted(run, progress.version, run_committed)
@@ -52,15 +53,25 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     _restore_batches(run, progress, recorded)
     set_trainer(run, settings, progress)
     if begins_branch:
-        for shard in run.shards:
-            shard.call("forget_evals", [progress.epoch, progress.version])
+        rounds: set[bytes] = set()
+        # Twice: a round of which one shard has a later version goes from all.
+        for shard in (*run.shards, *run.shards):
+            rounds.update(shard.call("forget_evals", [progress.epoch, progress.version, *rounds]))
     # Only now: until a shard has this epoch, an older job may still apply its batches there.
     undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.epoch)
     if progress.ends:  # for ranks that have not read it yet
-        run.home.call("end_run", [progress.epoch, progress.delivered, progress.ends])
+        run.home.call("end_run", [progress.epoch, progress.delivered, progress.ends, ""])
     running = progress.running_named
-    run.home.call("settled", [progress.epoch, json.dumps(running) if running else ""])
-    return Leader(run, settings, progress, server_ids)
+    taken_back = " ".join(progress.taken_back)
+    servers = "" if is_replaced else server_text(server_ids)
+    run.home.call("settled", [progress.epoch, json.dumps(running) if running else "", taken_back, servers])
+    return Leader(run, settings, progress, server_ids, is_replaced)
+
+
+def _is_replaced(run: Run, server_ids: Sequence[str | None], *, begins: bool) -> bool:
+    """Whether a server is another one than when the run last knew that all living producers had been heard."""
+    known: Any = run.connection.scripts.hget(run.keys.home.session, "servers")
+    return not begins if known is None else bool(known != server_text(server_ids).encode())
 
 
 def _say_what_is_deleted(run: Run, version: int, committed: int) -> None:
@@ -122,6 +133,7 @@ def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchR
     for k, batch in batches.items():
         if k not in recorded:  # the server lost its naming, but another rank may have the batch
             name_batch(run, batch.record, progress.epoch)
+    progress.taken_back += [record.id for record in lost]  # before anybody can name them again
     undo_batches(run, lost, progress.epoch)
     progress.batches = batches
     applied = [applied_ids(run, shard) for shard in run.shards]
@@ -144,7 +156,9 @@ def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]
             continue
         if k > next_k or missing(run, batch.record):
             fields = log_fields("batch_named_again", run=run.name, role="trainer", batch=k)
-            logger.warning("batch %d is named again: the server has lost groups", k, extra=fields)
+            logger.warning(
+                "batch %d is named again: groups of it are no longer on the server", k, extra=fields
+            )
             lost.append(batches.pop(k).record)
         else:
             next_k += 1

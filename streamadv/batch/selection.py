@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from .. import doors
 from ..grouping.groups_log import LoggedGroup
 from .record import BatchRecord
 
@@ -93,7 +93,7 @@ def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: An
     ordered = sorted(groups, key=lambda group: group.group_id)
     return BatchRecord(
         k=k,
-        id=f"{k}-{secrets.token_hex(6)}",
+        id=f"{k}-{doors.random_bytes(6).hex()}",
         epoch=epoch,
         groups=[group.pointer for group in ordered],
         **decided,

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from ..algorithms.chain import cut_chain
 from ..grouping.groups_log import Pointer
 from ..run import Run
+from ..run.ledger import ENDINGS
 from ..trajectory.columns import KNOWN_COLUMNS
 from .record import BatchRecord, Running
 
@@ -98,4 +99,5 @@ def apply(run: Run, record: BatchRecord, epoch: int) -> None:
         for start in range(0, len(groups), APPLY_SLICE):
             part = groups[start : start + APPLY_SLICE]
             is_last = start + APPLY_SLICE >= len(groups)
-            shard.call("apply_batch", [epoch, record.id, len(part), *part, *(work if is_last else ())])
+            head = [epoch, record.id, " ".join(ENDINGS), len(part)]
+            shard.call("apply_batch", [*head, *part, *(work if is_last else ())])

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes once more
         return PIPE_CLOSED
     except RETRYABLE as error:
-        return _fail(str(server_reason(error)))
+        return _fail(server_reason(error).line(None))
     except (StreamadvError, *SERVER_ERRORS) as error:
         return _fail(str(error))
     except OSError as error:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import stat
 import sys
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from .. import metrics
-from ..errors import NoBatchError
+from ..errors import NoBatchError, SettingError
 from ..extras import TO_COMPUTE
 from ..logs import announce
+from ..run import find_run
+from ..status import read_status
+from ..store.connection import Connection
+from ..store.retry import patiently
 from ..trajectory.interchange import recover, write_trajectory
 from ..units import counted
 from . import add_metrics_option, add_redis_options, connect, settings_from
@@ -31,15 +37,22 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "consume",
         help="takes finished trajectories out, with their advantages",
-        description="A trainer of one rank that names what is there at once, writes it, and commits. Continues an "
-        "existing output file: what stands in it is committed and not written again.",
+        description="The run's trainer, of one rank: it takes the run, names what is there at once, writes it, and "
+        "commits it, so that nobody else trains on it. Refuses a run whose trainer is alive; to look at a run there is "
+        "status. Continues an existing output file: what stands in it is committed and not written again.",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: stdout")
     parser.add_argument(
-        "--max-groups", type=count, metavar="N", help="stop after N groups (those in FILE count)"
+        "--max-groups",
+        type=count,
+        metavar="N",
+        help="stop after N groups (those in FILE count; a batch that another trainer had named comes whole)",
     )
     parser.add_argument(
         "--timeout", type=seconds, metavar="S", help="fail after S seconds without a new group"
+    )
+    parser.add_argument(
+        "--take-over", action="store_true", help="also from a trainer that is alive, which then ends"
     )
     add_chain_options(parser)
     add_redis_options(parser)
@@ -55,8 +68,22 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     chain = build_chain(chain_from(arguments.preset, arguments.config)).config
     output: Path | None = arguments.output
-    written = {} if output is None else recover(output)
-    with connect(settings) as connection:
+
+    def refuse(connection: Connection, job: str) -> None:
+        if not arguments.take_over:
+            patiently(lambda: _refuse_to_disturb(connection, settings.run, job), "consume", settings.run)
+
+    def opened(connection: Connection) -> AbstractContextManager[IO[bytes]]:
+        if output is None:
+            return nullcontext(sys.stdout.buffer)
+        if not output.exists():
+            refuse(connection, "")  # before there is a file
+        return output.open("ab")
+
+    with connect(settings) as connection, opened(connection) as file:
+        job = _job_of(file, output)
+        written = {} if output is None else recover(output)
+        refuse(connection, job)
         queue = TrainerQueue(
             connection,
             settings.run,
@@ -66,26 +93,63 @@ def run(arguments: argparse.Namespace) -> int:
             max_staleness=None,
             chain=chain,
             commit="manual",
+            job=f"{job}/{os.getpid()}",
         )
         metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
-        file = sys.stdout.buffer if output is None else output.open("ab")
         done: Counter[str] = Counter()
         try:
             with progress("consumed") as advance:
                 consume(queue, file, written, arguments.max_groups, arguments.timeout, done, advance)
         finally:
             _print_summary(done, output)
-            if output is not None:
-                file.close()
             queue.close()
     return 0
+
+
+def _job_of(file: IO[bytes], output: Path | None) -> str:
+    """The id of the training job that writes this file, without the process: one that holds its lock is alone.
+
+    Raises SettingError while another process holds it.
+    """
+    job = f"consume@{os.uname().nodename}"
+    if output is None or not output.is_file():
+        return f"{job}:{os.getpid()}"  # there is nothing to continue
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SettingError(
+            f"{output} is being written by another process: wait for it, or give another file"
+        ) from None
+    except OSError:  # a file system without locks
+        return f"{job}:{os.getpid()}"
+    found = os.fstat(file.fileno())
+    return f"{job}:{found.st_dev}:{found.st_ino}"
+
+
+def _refuse_to_disturb(connection: Connection, name: str, job: str) -> None:
+    """Raise SettingError if the run has a trainer that is alive, unless it was this job, killed before now."""
+    try:
+        run = find_run(connection, name)
+    except SettingError:
+        return  # it is created, or refused, when the queue opens it
+    trainer = read_status(run).trainer
+    if trainer.in_charge and not trainer.job.startswith(f"{job}/"):
+        raise SettingError(
+            f"run {name} is in use by {trainer.in_charge}, and consume is a trainer, which would end it: stop it first "
+            "(one that was killed counts for 30 s), or use --take-over"
+        )
 
 
 def _print_summary(done: Counter[str], output: Path | None) -> None:
     trajectories = counted(done["trajectories"], "trajectory", "trajectories")
     groups, batches = counted(done["groups"], "group"), counted(done["batches"], "batch", "batches")
     where = "stdout" if output is None else output
-    announce(f"consumed {trajectories} of {groups} in {batches}: {where}", "consumed")
+    beyond = (
+        f" ({done['beyond']} beyond --max-groups: a batch named by another trainer comes whole)"
+        if done["beyond"]
+        else ""
+    )
+    announce(f"consumed {trajectories} of {groups} in {batches}{beyond}: {where}", "consumed")
 
 
 def consume(
@@ -109,7 +173,7 @@ def consume(
             if max_groups is None:
                 return
             raise NoBatchError(f"the run ended after {len(written)} of --max-groups {max_groups}")
-        trajectories = list(batch.trajectories())
+        trajectories, before = list(batch.trajectories()), len(written)
         for trajectory in trajectories:
             present = written.setdefault(trajectory.group_id, set())
             if trajectory.rollout_index not in present:
@@ -122,4 +186,6 @@ def consume(
         queue.commit(queue.state_dict())
         groups = {trajectory.group_id for trajectory in trajectories}
         done.update(trajectories=len(trajectories), groups=len(groups), batches=1)
+        if max_groups is not None:
+            done["beyond"] += max(0, len(written) - max(before, max_groups))
         advance(len(trajectories))

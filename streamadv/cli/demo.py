@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-import signal
 import sys
-import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +13,7 @@ from typing import Any, Final
 from ..demo.settings import CORRECTIONS, DEFAULT_ESTIMATOR, DEFAULT_UPDATES, MAPS, DemoSettings
 from ..errors import SettingError
 from ..extras import TO_COMPUTE
+from ..processes.machine import Signals
 from . import INTERRUPTED, add_log_options, settings_from
 
 NEEDED: Final = (*TO_COMPUTE, "gymnasium", "matplotlib")
@@ -91,32 +90,20 @@ def run(arguments: argparse.Namespace) -> int:
     settings = DemoSettings(run=f"demo-{secrets.token_hex(4)}", **given)
     process = settings_from(arguments)
     console = Console()
-    # `kill PID` ends like Ctrl-C: children first. An exception out of a handler can get lost in a finalizer.
-    interrupted = threading.Event()
-
-    def interrupt(*_: object) -> None:
-        if interrupted.is_set():  # the second time: whatever it hangs in
-            raise KeyboardInterrupt
-        interrupted.set()
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with open_view(console) as view:
             progress = demonstrate(
                 settings,
                 process.redis_url,
                 view,
+                Signals(),
                 kill=not arguments.no_kill,
-                interrupted=interrupted,
                 server_binary=process.server_binary,
-                metrics_port=process.metrics_port or None,
+                metrics_port=process.metrics_port,
             )
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     draw(progress, arguments.picture)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(progress.result(), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`streamadv evals`: what evaluation groups have shown, by data source and policy version."""
+"""`streamadv evals`: what evaluation groups have shown, by data source and round or policy version."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from ..status.evaluations import Evaluation, read_evaluations
 from . import add_one_shot_options, joined
 
 COLUMNS = (
-    "data source", "version", "mean", "std error", "best", "min", "max", "rollouts", "groups", "failed",
+    "data source", "round", "version", "mean", "std error", "best", "min", "max", "rollouts", "groups", "failed",
 )  # fmt: skip
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "evals",
-        help="shows what evaluation groups have shown, by data source and version",
-        description="Shows the rewards of groups that were begun with role='eval' and have ended. 'std error' is that "
+        help="shows what evaluation groups have shown, by data source and round or version",
+        description="Shows the rewards of groups that were begun with role='eval' and have ended, by the round that "
+        "they name or else by version; a round shows the versions that it was played with. 'std error' is that "
         "of the mean, between groups; 'best' is the mean over groups of the best reward in each.",
     )
     add_one_shot_options(parser)
@@ -45,7 +46,8 @@ def _cells(evaluation: Evaluation) -> tuple[str, ...]:
     numbers = (evaluation.mean, evaluation.std_error, evaluation.best, evaluation.min, evaluation.max)
     return (
         evaluation.data_source or "-",
-        "-" if evaluation.version is None else str(evaluation.version),
+        evaluation.round or "-",
+        evaluation.versions or "-",
         *("-" if number is None else f"{number:.4g}" for number in numbers),
         str(evaluation.trajectories),
         str(evaluation.groups),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
 from ..errors import SettingError
 from ..messages import did_you_mean
+from ..settings import run_name
 from ..units import parse_size
 
 WRONG_USAGE: Final = 2
@@ -21,8 +23,11 @@ class CommandParser(argparse.ArgumentParser):
     """A parser of the command line, or of one of its commands.
 
     A wrong option is an error of the command it was given to, with that command's usage. A command that needs another
-    word, and has none, prints its help.
+    word, and has none, prints its help. No option may be abbreviated: a longer name that comes later would change it.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's, except that words that are not known are an error here, not of the outermost parser."""
@@ -33,10 +38,22 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         options = [word for word in unknown if word.startswith("-") and len(word) > 1]
         if options:
+            if "run_name" in parsed:
+                self._refuse_settings(words, parsed.run_name)
             self._refuse(options[0])
         elif unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.get_default('instead') or ''}")
         return parsed, []
+
+    def _refuse_settings(self, words: Sequence[str], run: str | None) -> None:
+        """An error with the command that takes them if there are settings of the run among the words."""
+        from .run_options import settings_among
+
+        if found := settings_among(words):
+            command = shlex.join(["--run", run_name(run), *found])
+            option = found[0].partition("=")[0]
+            remedy = f"`streamadv runs create {command}`, or `runs change` where it has another value"
+            self.exit(WRONG_USAGE, f"{self.prog}: error: {option} is a setting of the run: use {remedy}\n")
 
     def _refuse(self, word: str) -> None:
         option = word.partition("=")[0]
@@ -84,6 +101,14 @@ def size(text: str) -> int:
         return parse_size(text)
     except SettingError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def names(text: str) -> list[str]:
+    """Type of an option: names with commas between them; none at all for an empty text."""
+    found = text.split(",") if text else []
+    if "" in found:
+        raise argparse.ArgumentTypeError(f"is {text!r}, needs a name before and after each comma")
+    return found
 
 
 def count(text: str) -> int:

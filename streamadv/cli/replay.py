@@ -19,7 +19,6 @@ from ..trajectory.schema import Trajectory
 from . import add_metrics_option, add_redis_options, connect, settings_from
 from .files import DEFAULT_FORMAT, add_format_option, number_in, trajectories_of
 from .progress import Advance, progress
-from .worker import add_run_options, run_settings_from
 
 #: Trajectories of refused groups kept in memory before reading on waits for room.
 MAX_SET_ASIDE: Final = 1024
@@ -39,7 +38,6 @@ def add_parser(subparsers: Any) -> None:
     )
     add_redis_options(parser)
     add_metrics_option(parser)
-    add_run_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -47,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Push the file; the last line says how many were pushed and how many were duplicates."""
     if arguments.follow and arguments.format not in (None, DEFAULT_FORMAT):
         raise SettingError(f"--follow works with --format trajectory, not {arguments.format}")
-    settings, run_settings = settings_from(arguments), run_settings_from(arguments)
+    settings = settings_from(arguments)
     path: Path = arguments.file
     source = (
         read_trajectories(path, wait=poll)
@@ -58,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     total = None if arguments.follow else number_in(path, arguments.format)
     with (
         connect(settings) as connection,
-        Producer(connection, settings.run, settings=run_settings) as producer,
+        Producer(connection, settings.run) as producer,
     ):
         metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
         finished = False
@@ -102,7 +100,7 @@ def replay(
     """
     before = codes.total()
     aside: dict[str, list[Trajectory]] = {}
-    room = Wait(Blocked("replay", "not admitted"))
+    room = Wait(Blocked("replay", "not admitted", producer.run))
     for members in _runs_of_a_group(source) if together else ([each] for each in source):
         group_id = members[0].group_id
         if group_id in aside:

@@ -18,12 +18,11 @@ from ..run.manifest import DEFAULTS
 from ..status import Status, read_status
 from ..status.audit import delete_run, delete_unread
 from ..store.keys import RUNS
-from ..store.replies import as_texts, as_whole
+from ..store.replies import as_text, as_texts, as_whole
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, connect_once, joined, settings_from
-from .parser import count, count_or_none
+from .run_options import add_run_options, run_settings_from
 from .status import stage_of
-from .worker import add_run_options, run_settings_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,8 +35,8 @@ def add_parser(subparsers: Any) -> None:
     create = actions.add_parser(
         "create",
         help="writes the settings of the run given by --run, before its processes start",
-        description="Writes the settings of the run given by --run, and shows them. A run that has another value "
-        "refuses it; processes started later need not be given any.",
+        description="Writes the settings of the run given by --run, and shows them; its processes take them from "
+        "there. A run that has another value refuses it.",
     )
     change = actions.add_parser(
         "change",
@@ -53,14 +52,6 @@ def add_parser(subparsers: Any) -> None:
         parser.set_defaults(run=action)
     for parser in (create, change):
         add_run_options(parser)
-        pacing = parser.add_argument_group("pacing until a trainer says its own")
-        pacing.add_argument("--batch-groups", type=count, metavar="N", help="groups of a batch")
-        pacing.add_argument(
-            "--max-staleness",
-            type=count_or_none,
-            metavar="N",
-            help="(N + 1) x batch_groups groups may be begun",
-        )
     delete = actions.add_parser("delete", help="deletes all that is stored of the run given by --run")
     add_one_shot_options(delete)
     delete.add_argument(
@@ -80,7 +71,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
         runs: Any = connection.scripts.hgetall(RUNS)
         rows: list[tuple[str, ...]] = [COLUMNS]
         for raw, value in sorted(runs.items()):
-            name, status, problem = raw.decode(errors="backslashreplace"), None, None
+            name, status, problem = as_text(raw), None, None
             try:
                 status = read_status(find_run(connection, name))
             except NoPermissionError:  # a user who may look at one run only
@@ -214,5 +205,5 @@ def _alive(status: Status) -> Iterator[str]:
     yield from (f"producer {producer.name}" for producer in status.producers if producer.state == "open")
     for name, stream in status.streams.items():
         yield from (f"{stage_of(name)} {worker.name}" for worker in stream.workers if worker.alive)
-    if status.trainer.is_alive and status.trainer.silent_s is not None:
-        yield "its trainer"
+    if status.trainer.in_charge:
+        yield status.trainer.in_charge

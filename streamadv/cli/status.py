@@ -15,14 +15,17 @@ from typing import Any, Final
 from ..messages import printable
 from ..run import Run
 from ..run.manifest import Manifest
+from ..run.ranks import BEAT_S
 from ..status import Status, read_status
 from ..status.audit import Audit, audit
-from ..status.causes import ordinary_wait, reasons_of
+from ..status.causes import ordinary_wait, reasons_of, unsaved
 from ..store.retry import RETRYABLE, Outage
 from ..units import counted, seconds_text, size_text
 from . import FAILED, INTERRUPTED, add_one_shot_options, joined
 
 WATCH_SECONDS: Final = 1.0
+#: A trainer silent for longer has missed a heartbeat, and may have ended: nobody knows what it does.
+HEARD_S: Final = BEAT_S + 2.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -59,7 +62,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def watch(run: Run, arguments: argparse.Namespace) -> int:
     """Show the status again and again until Ctrl-C: in place on a terminal, else one below the other."""
-    outage = Outage("status")
+    outage = Outage("status", run.name)
     with ExitStack() as stack:
         show: Callable[[str], object] = partial(print, flush=True)
         if sys.stdout.isatty() and not arguments.json:
@@ -97,9 +100,9 @@ def text_of(run: Run, arguments: argparse.Namespace) -> tuple[str, bool]:
         status = replace(status, problems=[*status.problems, *audited.problems])
     is_right = status.balanced and not status.server.evicts
     if arguments.json:
-        reasons = reasons_of(status)
+        reasons = [reason for reason in (*reasons_of(status), unsaved(status)) if reason]
         more = {
-            "waiting": [str(reason) for reason in reasons],
+            "waiting": [reason.line(status.run) for reason in reasons],
             "blocked": [reason.name for reason in reasons],
             "ignored": run.manifest.ignored,
             **({"payloads": audited.payloads, "uncounted": audited.uncounted} if audited else {}),
@@ -117,7 +120,8 @@ def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -
         *_people_lines(status),
         *(f"IGNORED {what}" for what in manifest.ignored),
         *(f"SERVER {risk}" for risk in (status.server.evicts, status.server.forgets) if risk),
-        *(f"WAITING {reason}" for reason in reasons_of(status)),
+        *(f"WAITING {reason.line(status.run)}" for reason in reasons_of(status)),
+        *([f"UNCOMMITTED {reason.line(status.run)}"] if (reason := unsaved(status)) else []),
     ]
     if status.balanced:
         lines.append("ledger balanced" + (", nothing stored is missing or orphaned" if audited else ""))
@@ -135,12 +139,15 @@ def lines_of(status: Status, manifest: Manifest, audited: Audit | None = None) -
 
 def _ledger_lines(status: Status) -> Iterator[str]:
     ledger, places = status.ledger, asdict(status.places)
+    dropped = dict(ledger.dropped)
+    evaluated = dropped.pop("eval", 0)  # counts as dropped, and is no loss
+    evaluations = f"+ evaluated {evaluated} " if evaluated else ""
     yield (
-        f"pushed {ledger.pushed} = trained {ledger.trained} + dropped {sum(ledger.dropped.values())} "
+        f"pushed {ledger.pushed} = trained {ledger.trained} {evaluations}+ dropped {sum(dropped.values())} "
         f"+ dead {sum(ledger.dead.values())} + queued {ledger.queued} + in_flight {ledger.in_flight}"
         f"   (duplicates refused: {status.duplicates})"
     )
-    for title, counts in (("queued", places), ("dropped", ledger.dropped), ("dead", ledger.dead)):
+    for title, counts in (("queued", places), ("dropped", dropped), ("dead", ledger.dead)):
         if any(counts.values()):
             yield f"{title}: {_counts(counts)}"
 
@@ -161,9 +168,11 @@ def _group_lines(status: Status, manifest: Manifest) -> Iterator[str]:
         f"{size_text(status.place_bytes)} for each new rollout"
     )
     for each in status.evaluations:
-        version = "unknown" if each.version is None else each.version
+        version = each.versions or "unknown"
         source = f" {each.data_source}" if each.data_source else ""
-        yield f"evaluation{source}: version {version}, mean reward {each.mean:.4g} of {each.trajectories} rollouts"
+        name = "" if each.round is None else f"round {each.round}, "
+        mean = f"mean reward {each.mean:.4g} of {each.trajectories} rollouts"
+        yield f"evaluation{source}: {name}version {version}, {mean}"
     if staleness.mean is not None:
         yield f"staleness of waiting groups: mean {staleness.mean:.2f}, max {staleness.max}"
 
@@ -210,6 +219,9 @@ def _trainer_line(status: Status) -> str:
     if trainer.is_alive:
         size = trainer.world_size
         ranks = "" if size is None else f", {trainer.ranks_alive} of {counted(size, 'rank')}"
+        if (trainer.silent_s or 0.0) > HEARD_S:
+            did = "trained on it then" if trainer.state == "trains" else "waited for the next one"
+            return f"trainer: silent for {seconds_text(trainer.silent_s or 0.0)}, {got}, {did}"
         return f"trainer: alive{ranks}, {got}, {_doing(status)}"
     state = {"lost": "DEAD", "left": "has left", "ended": "has seen the end of the run"}[trainer.state]
     return f"trainer: {state}, heard of {seconds_text(trainer.silent_s or 0.0)} ago, {got}"

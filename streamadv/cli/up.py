@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from .. import clock
 from ..errors import SettingError
 from ..extras import TO_COMPUTE
 from ..processes.machine import Plan, Signals, run_machine, say
 from ..settings import Settings
+from ..status.activity import who_is_elsewhere
+from ..store.connection import Connection
 from ..store.credentials import environment_with
 from ..store.embedded import EmbeddedServer
+from ..store.retry import SERVER_ERRORS
 from ..store.urls import hide_password
 from . import add_redis_options, settings_from
 from .parser import count, size
+
+#: Between two looks at who uses the server; the seconds in which it has to answer.
+LOOK_S: Final = 3.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -79,7 +86,29 @@ def run(arguments: argparse.Namespace) -> int:
         if not commands:
             print(shown, flush=True)
         say(f"server {shown}, run {settings.run}, {plan}")
-        return run_machine(plan, signals, check_server)
+        return run_machine(plan, signals, lambda _: check_server())
+
+
+class _OwnServer:
+    """Looks after the server that `up` has started: whether it runs, and who uses it for another run."""
+
+    def __init__(self, server: EmbeddedServer, run: str) -> None:
+        self._server, self._run = server, run
+        self._connection = Connection(server.url, reply_timeout=LOOK_S)
+        self._look_due = clock.now() + LOOK_S
+        self._said: set[str] = set()
+
+    def check(self) -> None:
+        """Raises ServerError once the server has ended."""
+        self._server.check()
+        if clock.now() < self._look_due:
+            return
+        self._look_due = clock.now() + LOOK_S
+        with suppress(*SERVER_ERRORS):  # the next look finds it
+            for line in who_is_elsewhere(self._connection, self._run):
+                if line not in self._said:
+                    self._said.add(line)
+                    say(line)
 
 
 def _server(
@@ -102,4 +131,4 @@ def _server(
             password=settings.password,
         )
     )
-    return server.url, server.open_url, server.check
+    return server.url, server.open_url, _OwnServer(server, settings.run).check

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from ..extras import TO_COMPUTE
 from ..plugins import function_of
-from ..run.manifest import DEFAULTS, RunSettings
 from ..trajectory.columns import KNOWN_COLUMNS
 from ..trajectory.names import check_names
-from ..units import size_text
 from . import add_import_option, add_metrics_option, add_redis_options, settings_from
-from .parser import size
+from .parser import names
 
 STAGES = {
     "grouper": "takes pushed trajectories into groups and ends groups",
@@ -38,7 +35,6 @@ def add_parser(subparsers: Any) -> None:
             worker.set_defaults(packages=TO_COMPUTE)
         if stage == "scorer":
             add_scorer_options(worker)
-        add_run_options(worker)
         worker.set_defaults(run=run, stage=stage)
 
 
@@ -64,68 +60,24 @@ def add_scorer_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """What the run is created with; a run that has another value refuses it."""
-    group = parser.add_argument_group("settings of the run (the first process given one fixes it)")
-    for name, options in _RUN_OPTIONS.items():
-        default = {"shards": 1, **DEFAULTS}[name]
-        shown = size_text(default) if name.endswith("_bytes") and default else str(default).removesuffix(".0")
-        text = RunSettings.model_fields[name].description
-        more = f" (default {shown})" if default is not None and default != () else ""
-        group.add_argument(f"--{name.replace('_', '-')}", help=f"{text}{more}", **options)
-
-
-def _names(text: str) -> list[str]:
-    """Type of an option: names with commas between them; none at all for an empty text."""
-    names = text.split(",") if text else []
-    if "" in names:
-        raise argparse.ArgumentTypeError(f"is {text!r}, needs a name before and after each comma")
-    return names
-
-
 def _columns(text: str) -> list[str]:
     """Type of an option: names of columns."""
-    names = _names(text)
+    columns = names(text)
     try:
-        check_names(name for name in names if name not in KNOWN_COLUMNS)
+        check_names([name for name in columns if name not in KNOWN_COLUMNS])
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return names
-
-
-#: How the settings of a run are given as options.
-_RUN_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "shards": {"type": int, "metavar": "N"},
-    "group_deadline_s": {"type": float, "metavar": "S"},
-    "redundancy": {"type": int, "metavar": "N"},
-    "partial_min_usable": {"type": int, "metavar": "K"},
-    "zero_variance_filter": {"action": argparse.BooleanOptionalAction},
-    "difficulty_low": {"type": float, "metavar": "R"},
-    "difficulty_high": {"type": float, "metavar": "R"},
-    "filter_by": {"metavar": "NAME"},
-    "scorers": {"type": _names, "metavar": "A,B"},
-    "max_trajectory_bytes": {"type": size, "metavar": "SIZE"},
-    "max_bytes": {"type": size, "metavar": "SIZE"},
-    "dedupe_groups": {"type": int, "metavar": "N"},
-    "dead_bytes": {"type": size, "metavar": "SIZE"},
-}
-
-
-def run_settings_from(arguments: argparse.Namespace) -> RunSettings:
-    """The run's settings among the parsed arguments."""
-    names = RunSettings.model_fields.keys() & vars(arguments).keys()
-    return RunSettings(**{name: getattr(arguments, name) for name in names})
+    return columns
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the worker until a signal."""
-    settings, wanted = settings_from(arguments), run_settings_from(arguments)
     module = importlib.import_module(f"workers.{arguments.stage}")
     options: dict[str, Any] = {}
     if arguments.stage == "scorer":
-        names = ("name", "columns", "batch_size", "timeout_s", "tries", "lease_s")
-        given = {name: getattr(arguments, name) for name in names}
+        own = ("name", "columns", "batch_size", "timeout_s", "tries", "lease_s")
+        given = {name: getattr(arguments, name) for name in own}
         options = {name: value for name, value in given.items() if value is not None}
         options["function"] = function_of(arguments.function)
-    status: int = module.main(settings, wanted, **options)
+    status: int = module.main(settings_from(arguments), **options)
     return status

@@ -1,7 +1,7 @@
 """The evaluation process: plays 512 sampled episodes with published weights, apart from all training.
 
-`python -m streamadv.demo.evaluate DIRECTORY`; reads one version a line from stdin, answers each with a message,
-ends with its input. The success rate of the training batches would flatter: groups without variance are not in
+`python -m streamadv.demo.evaluate DIRECTORY` plays with every tenth version, and with the last one, with which it ends;
+one message for each. The success rate of the training batches would flatter: groups without variance are not in
 them, and groups share prompts.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +21,10 @@ from ..processes import messages
 from .environment import Lakes, draw_map
 from .play import play
 from .policy import Policy
-from .settings import EVALUATION_EPISODES, DemoSettings
+from .settings import EVALUATE_EVERY, EVALUATION_EPISODES, DemoSettings
 
 LOCK_STEP: Final = 64
+POLL_S: Final = 0.1
 
 
 def success_rate(policy: Policy, maps: str, seed: str) -> float:
@@ -41,10 +43,15 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     directory = Path(arguments[0])
     settings = DemoSettings.read(directory)
-    policy = Policy()
-    for line in sys.stdin:
-        version = int(line)
-        sa.weights.load(sa.weights.path_of(directory, version), policy)
+    policy, version = Policy(), -1
+    while version != (last := settings.last(directory)):
+        found = sa.weights.versions(directory)
+        due = [each for each in found if each == last or (each > version and each % EVALUATE_EVERY == 0)]
+        try:
+            version = sa.weights.load(sa.weights.path_of(directory, due[0]), policy)
+        except (IndexError, sa.errors.WeightsMissingError):
+            time.sleep(POLL_S)  # there are none, or the trainer has gone back to its checkpoint
+            continue
         rate = success_rate(policy, settings.maps, f"evaluation/{settings.seed}/{version}")
         messages.send("evaluation", version=version, success_rate=rate)
     return 0

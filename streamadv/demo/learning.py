@@ -1,15 +1,21 @@
-"""One policy update from a batch that older policies played: the loss, the step, and what they showed."""
+"""One policy update from a batch that older policies played: the loss, the step, and what they showed.
+
+`save_learning` writes what a trainer goes on with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from .. import weights
 from .policy import Policy, log_probs_and_entropy
 
 CLIP_RATIO: Final = 0.2
@@ -50,6 +56,31 @@ class UpdateMetrics:
 
 def new_optimizer(policy: Policy) -> torch.optim.AdamW:
     return torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def save_learning(file: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Write weights and optimiser."""
+    moments = {
+        f"optimizer/{index}/{name}": value
+        for index, entries in optimizer.state_dict()["state"].items()
+        for name, value in entries.items()
+    }
+    weights.save(file, {f"policy/{name}": value for name, value in policy.state_dict().items()} | moments)
+
+
+def load_learning(file: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Restore what `save_learning` has written."""
+    state: dict[str, Tensor] = {}
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, value in load_file(file).items():
+        kind, _, rest = name.partition("/")
+        if kind == "policy":
+            state[rest] = value
+        else:
+            index, _, moment = rest.partition("/")
+            moments.setdefault(int(index), {})[moment] = value
+    policy.load_state_dict(state)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
 
 
 def update(

@@ -70,8 +70,9 @@ class Progress:
             names = [name for name in Update.__dataclass_fields__ if name != "seconds"]
             self.updates.append(Update(seconds=seconds, **{name: message[name] for name in names}))
         elif message["kind"] == "evaluation":
-            self.evaluations.append(Evaluation(message["version"], seconds, message["success_rate"]))
-            self.evaluations.sort(key=lambda evaluation: evaluation.version)
+            new = Evaluation(message["version"], seconds, message["success_rate"])
+            others = [each for each in self.evaluations if each.version != new.version]
+            self.evaluations = sorted([*others, new], key=lambda evaluation: evaluation.version)
 
     def read(self, status: Status, seconds: float) -> None:
         """Take in a status reading."""

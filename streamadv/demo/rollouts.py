@@ -1,15 +1,15 @@
 """The rollout process: plays whole groups with the newest published weights and pushes them.
 
-`python -m streamadv.demo.rollouts DIRECTORY INDEX START`, with the URL in STREAMADV_REDIS_URL. SIGTERM: the
-groups begun are played and pushed, then the producer finishes.
+`python -m streamadv.demo.rollouts DIRECTORY INDEX`, with the URL in STREAMADV_REDIS_URL. Begins with the first weights;
+once the last update is published, the groups begun are played and pushed, and the producer finishes.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,6 @@ import torch
 import streamadv as sa
 from streamadv import metrics
 
-from ..processes import messages
 from ..settings import load_settings
 from .environment import PROMPT_LENGTH, Episode, Lakes, draw_map
 from .play import play
@@ -27,30 +26,27 @@ from .policy import Policy
 from .settings import GROUP_SIZE, GROUPS_PER_ROUND, DemoSettings
 
 ADMISSION_WAIT_S: Final = 1.0  # how often a waiting process looks whether it should stop
+POLL_S: Final = 0.05
 NEXT_ADMISSION_WAIT_S: Final = 0.05  # a round is worth starting with fewer groups than the full lock-step
 
 
 def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
-    directory, index, start = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    directory, index = Path(arguments[0]), int(arguments[1])
     settings = DemoSettings.read(directory)
-    stopped = False
-
-    def stop(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
-
-    signal.signal(signal.SIGTERM, stop)
-    messages.send("ready")
     metrics.serve(load_settings().metrics_port, settings.run)
+    while sa.weights.newest(directory) is None:
+        time.sleep(POLL_S)
     # a restarted process plays on, it repeats nothing
-    chance = random.Random(f"{settings.seed}/{index}/{start}")
+    chance = random.Random(f"{settings.seed}/{index}/{number_of_start(directory, index)}")
     generator = torch.Generator().manual_seed(chance.randrange(2**63))
     policy, lakes, loader = Policy(), Lakes(), sa.weights.Loader(directory)
     with sa.Producer(
         os.environ["STREAMADV_REDIS_URL"], run=settings.run, name=f"rollouts-{index}"
     ) as producer:
-        while groups := begin_round(producer, lambda: stopped):
+        while groups := begin_round(
+            producer, lambda: (sa.weights.newest(directory) or 0) >= settings.updates
+        ):
             version = loader.refresh(policy)
             maps = [lake for _ in groups for lake in [draw_map(settings.maps, chance)] * GROUP_SIZE]
             episodes = play(policy, lakes, maps, generator)
@@ -59,6 +55,14 @@ def main(arguments: list[str]) -> int:
                 group.push([rollout(i, episode, version) for i, episode in enumerate(members)])
         producer.finish()
     return 0
+
+
+def number_of_start(directory: Path, index: int) -> int:
+    """How often this process was started before."""
+    file = directory / f"rollouts-{index}"
+    number = len(file.read_text()) if file.exists() else 0
+    file.write_text("." * (number + 1))
+    return number
 
 
 def begin_round(producer: Any, stopped: Callable[[], bool]) -> list[Any]:

@@ -23,6 +23,7 @@ MAPS: Final = tuple(DEFAULT_UPDATES)
 CORRECTIONS: Final = ("none", "tis", "ppo")  # of the loss for stale rollouts, see `learning.policy_loss`
 
 _FILE = "settings.json"
+_LAST = "last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,19 @@ class DemoSettings:
 
     def write(self, directory: Path) -> None:
         (directory / _FILE).write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def finish(directory: Path, version: int) -> None:
+        """The trainer has ended with this version."""
+        unfinished = directory / f".{_LAST}"
+        unfinished.write_text(str(version))
+        unfinished.replace(directory / _LAST)
+
+    @staticmethod
+    def last(directory: Path) -> int | None:
+        """The version with which the trainer has ended; None before."""
+        file = directory / _LAST
+        return int(file.read_text()) if file.exists() else None
 
     @classmethod
     def read(cls, directory: Path) -> DemoSettings:

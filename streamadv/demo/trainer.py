@@ -18,12 +18,12 @@ from streamadv import metrics
 
 from ..processes import messages
 from ..settings import load_settings
-from .checkpoints import load_checkpoint, save_checkpoint
-from .learning import new_optimizer, update
+from .learning import load_learning, new_optimizer, save_learning, update
 from .policy import Policy, seeded_policy
 from .settings import BATCH_GROUPS, EVALUATE_EVERY, DemoSettings
 
 CHECKPOINT_EVERY: Final = 5  # updates
+WEIGHTS: Final = "learning.safetensors"
 TOKENS_PER_MICRO_BATCH: Final = 65536
 
 
@@ -40,14 +40,12 @@ def main(arguments: list[str]) -> int:
         tokens_per_micro_batch=TOKENS_PER_MICRO_BATCH,
         max_staleness=settings.max_staleness,
         chain={"estimator": settings.estimator},
-        commit="manual",
     )
     metrics.serve(load_settings().metrics_port, settings.run)
-    version = 0
-    if (checkpoint := load_checkpoint(directory, policy, optimizer)) is not None:
-        version, queue_state = checkpoint
-        queue.load_state_dict(queue_state)
-    sa.weights.withdraw(directory, above=version)
+    checkpoints = directory / "checkpoints"
+    if (path := queue.resume(checkpoints)) is not None:
+        load_learning(path / WEIGHTS, policy, optimizer)
+    version = queue.state_dict()["version"]
     publish(directory, version, policy)
     messages.send("published", version=version)
     committed = version
@@ -58,12 +56,13 @@ def main(arguments: list[str]) -> int:
         # Before `trained`: whoever hears of a version can load it.
         queue.trained(batch, weights=publish(directory, version, policy))
         if version % CHECKPOINT_EVERY == 0:
-            commit(directory, version, policy, optimizer, queue)
+            save(queue, checkpoints, policy, optimizer)
             committed = version
         messages.send("update", version=version, **report(batch, measured))
     if version != committed:
-        commit(directory, version, policy, optimizer, queue)
+        save(queue, checkpoints, policy, optimizer)
     queue.close()
+    settings.finish(directory, version)
     messages.send("finished", version=version)
     return 0
 
@@ -72,13 +71,10 @@ def publish(directory: Path, version: int, policy: Policy) -> str:
     return sa.weights.publish(directory, version, policy.state_dict(), keep_every=EVALUATE_EVERY)
 
 
-def commit(
-    directory: Path, version: int, policy: Policy, optimizer: torch.optim.Optimizer, queue: Any
-) -> None:
-    """Save weights and queue state together, then tell the pipeline: only now is the data deleted."""
-    queue_state = queue.state_dict()
-    save_checkpoint(directory, version, policy, optimizer, queue_state)
-    queue.commit(queue_state)
+def save(queue: Any, checkpoints: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """What the checkpoint holds is trained: only now is the data deleted."""
+    with queue.checkpoint(checkpoints, keep=1) as path:
+        save_learning(path / WEIGHTS, policy, optimizer)
 
 
 def report(batch: Any, measured: Any) -> dict[str, Any]:

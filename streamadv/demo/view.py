@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..processes.children import Child
+from ..processes.worker import Worker
 from ..status.model import Ledger
 from .progress import Progress
 from .settings import EVALUATION_EPISODES, GOAL
@@ -52,7 +52,7 @@ class LiveView:
     def say(self, text: str) -> None:
         self._events.append(text)
 
-    def show(self, progress: Progress, crew: dict[str, Child]) -> None:
+    def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None:
         self._live.update(screen(progress, crew, list(self._events)), refresh=True)
 
 
@@ -66,7 +66,7 @@ class PlainView:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, progress: Progress, crew: dict[str, Child]) -> None:
+    def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None:
         if progress.seconds >= self._next:
             self._next = progress.seconds + PLAIN_EVERY_S
             self.say(line(progress))
@@ -93,7 +93,7 @@ def line(progress: Progress) -> str:
     return "  ".join(words)
 
 
-def screen(progress: Progress, crew: dict[str, Child], events: list[str]) -> RenderableType:
+def screen(progress: Progress, crew: Mapping[str, Worker], events: list[str]) -> RenderableType:
     """The live screen: progress, learning beside pipeline, processes, events."""
     settings = progress.settings
     top = Table.grid(padding=(0, 1), expand=True)
@@ -164,16 +164,11 @@ def _reasons(kind: str, counts: dict[str, int]) -> list[tuple[str, str]]:
     return [(kind, "")] * bool(counts) + [(f"  {reason}", f"{count:,}") for reason, count in counts.items()]
 
 
-def _processes(progress: Progress, crew: dict[str, Child]) -> Table:
+def _processes(progress: Progress, crew: Mapping[str, Worker]) -> Table:
     killed = {kill.process for kill in progress.kills}
     rows = []
-    for name, child in crew.items():
-        if child.running:
-            state = f"{child.pid}"
-        elif child.pid is None:
-            state = "waits"
-        else:
-            state = "ended"
+    for name, worker in crew.items():
+        state = f"{worker.pid}" if worker.pid else "ended" if worker.done else "waits"
         if name in killed:
             state = f"[yellow]new[/] {state}"
         rows.append((name, state))

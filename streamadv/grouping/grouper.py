@@ -43,7 +43,7 @@ def run_grouper(
 ) -> None:
     """Group until `stop` is set. Waits while the server is away."""
     consumer = Consumer(run, STAGE, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
-    outage = Outage(STAGE, sleep=stop.wait)
+    outage = Outage(STAGE, run.name, sleep=stop.wait)
     housekeeping, is_behind = Housekeeping(run), False
     housekeeping_due = scores_due = clock.now()
     while not stop.is_set():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,13 +20,16 @@ from ..errors import BatchLostError, WireError
 from ..messages import brief, first_problem
 from ..run import Run
 from ..store.keys import RunKeys
-from ..trajectory.member_table import cut_tables, decode_tables, packets_problem, read_table
-from ..trajectory.members import NO_MEMBERS, Members, Positions, offsets
+from ..store.replies import MAX_TEXT, as_text
+from ..trajectory.member_table import cut_tables, read_tables
+from ..trajectory.members import NO_MEMBERS, Members, Named, Positions, offsets
 from ..trajectory.packet import StoredPacket
 from .group_traces import first_trace
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
+#: Characters of the head of a group: its numbers, and the data source.
+MAX_HEAD: Final = 100 + MAX_TEXT
 #: Of a group: see `log_group` in `lua/lib/close.lua`.
 _HEAD: Final = re.compile(5 * r"([0-9]{1,15}) " + r"([a-z_]+) (.*)", re.DOTALL)
 
@@ -160,10 +163,7 @@ def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup
     if tracing.is_on():
         for entry in parsed:
             entry.group.trace = first_trace(entry.tables)
-    for entry, found in zip(parsed, _read_together(parsed) or map(_read_alone, parsed), strict=True):
-        group = entry.group
-        if found is not None:
-            group.packets, group.members, group.packet_of, group.position_of, group.sums = found
+    _read_members([entry for entry in parsed if not entry.group.malformed])
     return [entry.group for entry in parsed]
 
 
@@ -175,7 +175,7 @@ def _parse_entry(
         if not group_id or keys.shard_of(group_id) != shard:
             raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
         lines = _payload_lines(fields[b"payloads"].decode(), payload_prefix)
-        head = _HEAD.fullmatch(text := fields[b"head"].decode())
+        head = _HEAD.fullmatch(text := as_text(fields[b"head"], MAX_HEAD))
         if head is None:
             needs = "size, count, opened at, epoch, version, outcome, data source"
             raise ValueError(f"head is {brief(text)}, needs {needs}")
@@ -219,64 +219,49 @@ def _payload_lines(text: str, prefix: str) -> list[_Line]:
 # Members
 
 
-def _read_together(entries: Sequence[_Entry]) -> list[_Found] | None:
-    """The members of each group.
+def _read_members(entries: Sequence[_Entry]) -> None:
+    """Fill in the members of groups, all of them together; in halves, if one of them has a problem, which is noted."""
+    try:
+        for entry, found in zip(entries, _found(entries), strict=True):
+            group = entry.group
+            group.packets, group.members, group.packet_of, group.position_of, group.sums = found
+    except (WireError, ValueError) as error:
+        if len(entries) == 1:
+            entries[0].group.problem = first_problem(error) if isinstance(error, ValueError) else str(error)
+            return
+        middle = len(entries) // 2
+        _read_members(entries[:middle])
+        _read_members(entries[middle:])
 
-    None if anything is wrong or out of the ordinary: then each entry is read alone. On arrays the checks of hundreds of
-    groups take as long as those of one.
-    """
+
+def _found(entries: Sequence[_Entry]) -> list[_Found]:
+    """The members of each group. Raises WireError and ValueError for what no producer has pushed."""
+    if not entries:
+        return []
+    for entry in entries:
+        if len(entry.tables) != len(entry.lines):
+            raise ValueError(f"{len(entry.tables)} member tables for {len(entry.lines)} packets")
     lines = [line for entry in entries for line in entry.lines]
-    is_plain = all(entry.scores == b"{}" and len(entry.tables) == len(entry.lines) > 0 for entry in entries)
-    if not lines or not is_plain:
-        return None
-    tables = decode_tables([table for entry in entries for table in entry.tables])
-    if tables is None or tables.counts != [len(line.mask) for line in lines]:
-        return None
-    members = tables.members
-    if not members.has_reward.all() or packets_problem(members, [line.size for line in lines], tables.counts):
-        return None
-    parts = members.parts(offsets(np.array(tables.counts)).tolist())
+    tables = read_tables(
+        [table for entry in entries for table in entry.tables], [line.size for line in lines]
+    )
+    for line, count in zip(lines, tables.counts, strict=True):
+        if len(line.mask) != count:
+            raise ValueError(f"packet {line.key} has {count} members, its mask {line.mask}")
+    parts = tables.members.parts(offsets(np.array(tables.counts)).tolist(), tables.names)
     packets = [
         StoredPacket(line.key, line.size, line.epoch, columns, part)
         for line, columns, part in zip(lines, tables.columns, parts, strict=True)
     ]
-    try:
-        return _arrange(entries, members, packets)
-    except ValueError:
-        return None
-
-
-def _read_alone(entry: _Entry) -> _Found | None:
-    """The members of one group; None if it has a problem, which is noted."""
-    if entry.group.malformed:
-        return None
-    try:
-        if len(entry.tables) != len(entry.lines):
-            raise ValueError(f"{len(entry.tables)} member tables for {len(entry.lines)} packets")
-        packets = [_read_packet(*pair) for pair in zip(entry.lines, entry.tables, strict=True)]
-        [found] = _arrange([entry], Members.concat([packet.members for packet in packets]), packets)
+    found, all_rewarded = _arrange(entries, tables.members, packets), bool(tables.members.has_reward.all())
+    for number, (entry, one) in enumerate(zip(entries, found, strict=True)):
+        members = one.members
         if entry.scores != b"{}":
-            scored = _with_scores(found.members, _SCORES.validate_json(entry.scores))
-            found = found._replace(members=scored)
-        if not found.members.has_reward.all():
+            members = _with_scores(members, _SCORES.validate_json(entry.scores))
+            found[number] = one._replace(members=members)
+        if not all_rewarded and not members.has_reward.all():
             raise ValueError("a member has no reward")
-        return found
-    except WireError as error:
-        entry.group.problem = str(error)
-    except ValueError as error:
-        entry.group.problem = first_problem(error)
-    return None
-
-
-def _read_packet(line: _Line, table: memoryview) -> StoredPacket:
-    """Raises WireError and ValueError for what no producer has pushed."""
-    try:
-        members, columns = read_table(table, line.size)
-    except WireError as error:
-        raise WireError(f"packet {line.key}: {error}") from error
-    if len(line.mask) != len(members):
-        raise ValueError(f"packet {line.key} has {len(members)} members, its mask {line.mask}")
-    return StoredPacket(line.key, line.size, line.epoch, columns, members)
+    return found
 
 
 def _arrange(entries: Sequence[_Entry], members: Members, packets: Sequence[StoredPacket]) -> list[_Found]:
@@ -302,7 +287,8 @@ def _arrange(entries: Sequence[_Entry], members: Members, packets: Sequence[Stor
     if is_in_order and np.array_equal(first, first_member):  # each group is one packet, as most are
         own = [packet.members for packet in packets]
     else:
-        own = members.parts(first.tolist())
+        groups = [packets[a:b] for a, b in pairwise(first_packet.tolist())]
+        own = members.parts(first.tolist(), list(map(_names_of, groups)))
     spans, of_packets = pairwise(first.tolist()), pairwise(first_packet.tolist())
     return [
         _Found(packets[a:b], part, packet_of[start:stop], position_of[start:stop], sums)
@@ -310,6 +296,12 @@ def _arrange(entries: Sequence[_Entry], members: Members, packets: Sequence[Stor
             own, spans, of_packets, sums_of(members, first), strict=True
         )
     ]
+
+
+def _names_of(packets: Sequence[StoredPacket]) -> Named:
+    """The named rewards and entry counts that any of the packets has."""
+    rewards, entries = ([getattr(packet.members, kind) for packet in packets] for kind in Named._fields)
+    return Named(dict.fromkeys(chain.from_iterable(rewards)), dict.fromkeys(chain.from_iterable(entries)))
 
 
 def sums_of(members: Members, first: Positions) -> list[GroupSums]:

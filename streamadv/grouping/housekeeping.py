@@ -19,8 +19,8 @@ from ..run.consumer import GROUPER
 from ..run.dead_letters import trim_dead
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
-from ..run.packets import MAX_BYTES, is_payload_key
-from ..store.replies import as_count, replies_of
+from ..run.packets import MAX_BYTES, is_group_id, is_payload_key
+from ..store.replies import as_count, as_text, replies_of
 from .group_traces import record_ended, traces_of_open
 from .lost_producers import LostProducers
 from .scoring_streams import pass_on_ended
@@ -33,8 +33,10 @@ HOUSEKEEPING_SLICE_S: Final = 0.5
 EXPIRE_COUNT: Final = 100
 SWEEP_COUNT: Final = 64
 SCORES_COUNT: Final = 64
+#: Pages of a list with foreign items that are removed before anything else is done.
+FOREIGN_PAGES: Final = 16
 
-_SCORED: Final = re.compile(r"[0-9]{1,4} \S{1,200}")
+_INDEX: Final = re.compile(r"[0-9]{1,4}")
 
 
 class Housekeeping:
@@ -53,7 +55,6 @@ class Housekeeping:
         self._short.look()
         done = True
         for shard in run.shards:
-            mend_streams(run, shard)
             apply_scores(run, shard)  # before a deadline ends the groups that they complete
             more_due = self._expire(shard, until)
             while pass_on_ended(run, shard) and clock.now() < until:
@@ -82,15 +83,6 @@ class Housekeeping:
         return len(page) >= EXPIRE_COUNT
 
 
-def mend_streams(run: Run, shard: Shard) -> None:
-    """Make streams anew that take no more entries, because a producer has given them the last possible id."""
-    for stream in (shard.keys.rollouts, *map(shard.keys.scoring, run.manifest.scorers)):
-        place = stream.partition("}:")[2]
-        if shard.call("mend_stream", [place], stream=stream):
-            text = "%s: somebody has set its last id, it was made anew with all its entries"
-            logger.error(text, place, extra=log_fields("stream_mended", run=shard.run, role=GROUPER))
-
-
 def apply_scores(run: Run, shard: Shard) -> None:
     """Fill in rewards that `producer.score` brought for members taken before, and end the groups that they complete."""
     while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, _is_scored, "no slot of a group"):
@@ -106,14 +98,15 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
 
     Several groupers may try, the script decides.
     """
-    now_ms, open_key = run.now_ms(), shard.keys.open
+    now_ms: int = shard.call("tick")
+    open_key = shard.keys.open
     due: Any = shard.connection.scripts.zrangebyscore(open_key, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
     ids = []
     for member in dict.fromkeys([*due, *_shorten_deadlines(run, shard, now_ms), *_without_group(shard)]):
-        try:
-            ids.append(member.decode())
-        except UnicodeDecodeError:
-            reject(shard, open_key, member, "no UTF-8")
+        if is_group_id(group_id := _text(member)):
+            ids.append(group_id)
+        else:
+            reject(shard, open_key, member, "no id of a group")
     ended: list[tuple[str, str]] = []
     traces, since = traces_of_open(shard, ids), tracing.now()
     while ids:
@@ -129,7 +122,7 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
 def _shorten_deadlines(run: Run, shard: Shard, now_ms: int) -> list[bytes]:
     """Give groups whose deadline is farther than any may be the run's own. Returns them: some may be no groups.
 
-    Such deadlines keep a run from ending. They come from a foreign process, or from a server whose clock was ahead.
+    Such deadlines keep a run from ending. They come from a foreign process. now_ms: by the shard's clock.
     """
     farthest = now_ms + round(2 * MAX_DEADLINE_S * 1000)
     scripts = shard.connection.scripts
@@ -188,7 +181,7 @@ def count_ended(ended: Sequence[Any], whole: Sequence[Sequence[float]] = ()) -> 
     groups = [
         metrics.EndedGroup(
             outcome.decode(),
-            source.decode() or None,
+            as_text(source) or None,
             whole[which - 1] if rewards is None else list(map(float, rewards.split())),
         )
         for which, outcome, source, rewards in zip(
@@ -206,18 +199,23 @@ def _decoded(ended: Sequence[tuple[bytes, str]]) -> list[tuple[str, str]]:
 def _checked_items(
     shard: Shard, key: str, count: int, is_item: Callable[[Shard, bytes], bool], problem: str
 ) -> list[bytes]:
-    """The first items of a list, up to `count`. Those that `is_item` refuses are removed as malformed."""
-    while True:
+    """The first items of a list, up to `count`. Those that `is_item` refuses are removed as malformed.
+
+    [] also while there are more of these than one call removes.
+    """
+    for _ in range(FOREIGN_PAGES):
         items: Any = shard.connection.scripts.lrange(key, 0, count - 1)
         foreign = [item for item in items if not is_item(shard, item)]
         if not foreign:
             return list(items)
         for item in foreign:
             reject(shard, key, item, problem)
+    return []
 
 
 def _is_scored(shard: Shard, item: bytes) -> bool:
-    return _SCORED.fullmatch(_text(item)) is not None
+    index, _, group_id = _text(item).partition(" ")
+    return _INDEX.fullmatch(index) is not None and is_group_id(group_id)
 
 
 def _is_garbage(shard: Shard, item: bytes) -> bool:

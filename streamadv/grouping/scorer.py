@@ -5,7 +5,8 @@ grouper (`scoring_streams.py`): whole, once all its members are scored. Each sco
 number of processes for it.
 
 A function may fail on a trajectory, give what is no score, not return, or end its process (`scores.py`). Then each
-trajectory of the micro-batch is tried alone (`tries.py`); after its last try it is unscorable.
+trajectory that it may be about is tried alone (`tries.py`), by a coroutine function side by side, unless a process has
+ended; after its last try it is unscorable.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -25,12 +27,13 @@ from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
 from ..run.manifest import RunSettings
 from ..run.payloads import FetchedPacket, fetch_columns
+from ..settings import run_name
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.payload import payloads_of
 from ..trajectory.reference import references_of
 from .given_up import GivenUp
-from .scores import Score, ScoreError, ScoreFunction, ask, check_function, rewards_of
+from .scores import Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
 from .scoring_streams import (
     HandOff,
     WaitingMember,
@@ -55,27 +58,38 @@ FIRST_DELAY_S: Final = 1.0
 
 
 class Suspect(NamedTuple):
-    """A trajectory that has failed alone, and is tried again when it is `due` by `clock.now`."""
+    """A trajectory that is tried alone when it is `due` by `clock.now`."""
 
     due: float
     item: WaitingMember
+    tries: int = 0
+    """At it alone, so far."""
+
+
+class Call(NamedTuple):
+    """A call of the function."""
+
+    items: Sequence[WaitingMember]
+    tries: int = 0
+    """At a trajectory alone, with this one; 0 = of a micro-batch."""
 
 
 class Scorer:
     """Runs a score function over the trajectories that wait for it.
 
-    The function gets a list of `UnscoredTrajectory` and returns a score for each: a finite number, None (unscorable) or
-    named components. The reward of a trajectory is the sum of what its scorers give; a None from any of them makes it
-    unscorable.
+    The function gets a list of `UnscoredTrajectory` and returns a score for each: a finite number, None (unscorable),
+    named components, or an exception, after which that trajectory is tried again alone. The reward of a trajectory is
+    the sum of what its scorers give; a None from any of them makes it unscorable.
 
-    `name` must be among the run's `scorers`. columns: which ones the function reads (None = all). timeout_s: for one
-    call of the function. tries: at a trajectory alone, before it is unscorable.
+    run: None = STREAMADV_RUN, else `default`. `name` must be among the run's `scorers`. columns: which ones the
+    function reads (None = all). timeout_s: for one call of the function. tries: at a trajectory alone, before it is
+    unscorable.
     """
 
     def __init__(
         self,
         connection: str | Connection,
-        run: str,
+        run: str | None,
         name: str,
         *,
         columns: Sequence[str] | None = None,
@@ -90,9 +104,10 @@ class Scorer:
                 raise SettingError(f"{setting} is {value}, needs 1 or more")
         if not 0 < timeout_s < threading.TIMEOUT_MAX:
             raise SettingError(f"timeout_s is {timeout_s:g}, needs seconds above 0")
+        run = run_name(run)
         connection = Connection.of(connection)
         connection.wait_until_ready()
-        self._run = patiently(lambda: open_run(connection, run, settings), f"scorer {name}")
+        self._run = patiently(lambda: open_run(connection, run, settings), f"scorer {name}", run)
         order = self._run.manifest.scorers
         if name not in order:
             raise SettingError(
@@ -120,7 +135,7 @@ class Scorer:
             self._run, self._name, lambda keys: keys.scoring(self._name), lease_s=self._lease_s, stop=stop
         )
         suspects: list[Suspect] = []
-        outage = Outage(self._name, sleep=stop.wait)
+        outage = Outage(self._name, self._run.name, sleep=stop.wait)
         with consumer.leases_kept(), suppress(Stopped):
             while not stop.is_set():
                 self._given_up.log()
@@ -136,41 +151,69 @@ class Scorer:
         consumer.give_back()
 
     def _turn(self, consumer: Consumer, score: ScoreFunction, suspects: Sequence[Suspect]) -> list[Suspect]:
-        """Try the suspects that are due, then score new packets. Returns the suspects there are afterwards."""
-        now = clock.now()
-        later = [suspect for suspect in suspects if suspect.due > now]
-        for suspect in suspects:
-            if suspect.due <= now and self._is_open(consumer, suspect.item.packet):
-                later += self._score_alone(consumer, suspect.item, score)
-        if len(later) >= self._batch_size:  # a function that fails on everything is given it slowly
-            consumer.stop.wait(min(suspect.due for suspect in later) - clock.now())
-        elif entries := consumer.read(self._read_count):
-            later += self.work(consumer, entries, score, alone=entries[0].reclaimed)
-        return later
+        """Try the suspects that are due, and score new packets. Returns the suspects there are afterwards."""
+        now, in_order = clock.now(), sorted(suspects, key=lambda suspect: suspect.due)
+        count = min(self._batch_size, sum(suspect.due <= now for suspect in suspects))
+        due, later = in_order[:count], in_order[count:]
+        entries: list[Entry] = []
+        if len(later) < self._batch_size:
+            entries = consumer.read(self._read_count, wait=not due)
+        elif not due:  # a function that fails on everything is given it slowly
+            consumer.stop.wait(later[0].due - now)
+        due = [suspect for suspect in due if self._is_open(consumer, suspect.item.packet)]
+        if entries and entries[0].reclaimed:
+            later += self.work(consumer, [], score, due)
+            return later + self._work_alone(consumer, entries, score)
+        return later + self.work(consumer, entries, score, due)
 
     def work(
-        self, consumer: Consumer, entries: Sequence[Entry], score: ScoreFunction, *, alone: bool = False
+        self,
+        consumer: Consumer,
+        entries: Sequence[Entry],
+        score: ScoreFunction,
+        suspects: Sequence[Suspect] = (),
     ) -> list[Suspect]:
-        """Score packets of one shard and hand them off. Returns members that are to be tried again, alone."""
+        """Score packets of one shard, try each of `suspects`, and hand packets off. Returns members without a score.
+
+        A coroutine function is called for the suspects and a micro-batch side by side.
+        """
         items = self._unscored(consumer, entries)
-        # Other processes score too: as many packets the next time as have the members of one micro-batch.
-        self._read_count = max(1, self._batch_size * len(entries) // max(len(items), len(entries)))
-        if alone:
-            items = self._tries.fewest_first(self._run.shard(entries[0].shard), items)
-        else:
-            for start in range(0, len(items), self._batch_size):
-                if not consumer.stop.is_set():
-                    self._score_together(consumer, items[start : start + self._batch_size], score)
-            items = [item for item in items if not item.is_scored]
-        suspects: list[Suspect] = []
-        for item in items:
+        starts = range(0, len(items), self._batch_size)
+        batches = [Call(items[start : start + self._batch_size]) for start in starts]
+        singles = [Call([suspect.item], suspect.tries + 1) for suspect in suspects]
+        side_by_side = [[*batches[:1], *singles], *([batch] for batch in batches[1:])]
+        if not is_coroutine(score):
+            side_by_side = [[call] for call in batches + singles]
+        left: list[Suspect] = []
+        for calls in side_by_side:
+            if calls and not consumer.stop.is_set():
+                left += self._make(consumer, calls, score)
+        return left
+
+    def _work_alone(
+        self, consumer: Consumer, entries: Sequence[Entry], score: ScoreFunction
+    ) -> list[Suspect]:
+        """Score packets with which another process may have ended: member by member, each try counted before."""
+        shard, left = self._run.shard(entries[0].shard), list[Suspect]()
+        for item in self._tries.fewest_first(shard, self._unscored(consumer, entries)):
             if consumer.stop.is_set():
                 break
-            suspects += self._score_alone(consumer, item, score)
-        return suspects
+            tries = self._tries.count(shard, item)
+            if tries > self._max_tries:
+                self._give_up(item, ScoreError("crash", "the process ended each time"))
+                self._pass_on(consumer, [item.packet])
+                continue
+            try:
+                left += self._make(consumer, [Call([item], tries)], score)
+            except Stopped:
+                self._tries.forget(shard, item)
+                raise
+        return left
 
     def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingMember]:
         """The trajectories to be scored. All other packets are handed off, or removed as malformed."""
+        if not entries:
+            return []
         shard = self._run.shard(entries[0].shard)
         packets = packets_of(self._run, shard, self._name, entries)
         genuine = {packet.entry.id for packet in packets}
@@ -182,9 +225,12 @@ class Scorer:
         self._hand_off(consumer, [(packet, unchanged(packet.entry)) for packet in ended])
         stored = [packet.stored for packet in waiting]
         fetched = list(fetch_columns(self._run, stored, self._columns, header=True))
-        return [
+        items = [
             item for pair in zip(waiting, fetched, strict=True) for item in self._members_of(consumer, *pair)
         ]
+        # Other processes score too: as many packets the next time as have the members of one micro-batch.
+        self._read_count = max(1, self._batch_size * len(entries) // max(len(items), len(entries)))
+        return items
 
     def _members_of(
         self, consumer: Consumer, packet: WaitingPacket, fetched: FetchedPacket
@@ -224,57 +270,52 @@ class Scorer:
             self._hand_off(consumer, [(packet, unchanged(packet.entry))])
         return is_open
 
-    def _score_together(
-        self, consumer: Consumer, items: Sequence[WaitingMember], score: ScoreFunction
-    ) -> None:
-        """One call of the function for all. Some may have no score afterwards."""
-        try:
-            answers = self._ask(items, score, consumer.stop)
-        except ScoreError as error:
+    def _make(self, consumer: Consumer, calls: Sequence[Call], score: ScoreFunction) -> list[Suspect]:
+        """Make calls, several only of a coroutine function. Returns members that are to be tried alone, or again."""
+        batches = [[item.trajectory for item in call.items] for call in calls]
+        with metrics.timed(self._name, "score"):
+            answers = ask(score, batches, f"scorer {self._name}", self._timeout_s, consumer.stop)
+        left: list[Suspect] = []
+        for call, answer in zip(calls, answers, strict=True):
+            left += self._settle(call, answer)
+        self._pass_on(consumer, dict.fromkeys(item.packet for call in calls for item in call.items))
+        return left
+
+    def _settle(self, call: Call, answer: list[Any] | ScoreError) -> list[Suspect]:
+        """Note the verdicts of a call. A member without one is unscorable after its last try, else it is returned."""
+        if isinstance(answer, ScoreError) and not call.tries:
             text = "scorer %s failed on %d trajectories: %s"
             fields = log_fields("score_failed", run=self._run.name, role=self._name)
-            logger.warning(text, self._name, len(items), error, extra=fields)
-            return
-        for item, answer in zip(items, answers, strict=True):
-            with suppress(ScoreError):
-                item.packet.verdicts[item.position] = rewards_of(answer, self._name, item.trajectory)
-        self._pass_on(consumer, dict.fromkeys(item.packet for item in items if item.packet.is_scored))
+            logger.warning(text, self._name, len(call.items), answer, extra=fields)
+        left: list[Suspect] = []
+        for number, item in enumerate(call.items):
+            try:
+                if isinstance(answer, ScoreError):
+                    raise answer
+                item.packet.verdicts[item.position] = rewards_of(answer[number], self._name, item.trajectory)
+            except ScoreError as error:
+                if call.tries >= self._max_tries:
+                    self._give_up(item, error)
+                    continue
+                pause = FIRST_DELAY_S * 2 ** (call.tries - 1) * random.uniform(0.5, 1) if call.tries else 0.0
+                left.append(Suspect(clock.now() + pause, item, call.tries))
+            else:
+                self._tries.forget(self._run.shard(item.packet.entry.shard), item)
+        return left
 
-    def _score_alone(self, consumer: Consumer, item: WaitingMember, score: ScoreFunction) -> list[Suspect]:
-        """One try at one trajectory; with the last one it is unscorable."""
-        shard, packet = self._run.shard(item.packet.entry.shard), item.packet
-        tries = self._tries.count(shard, item)
-        try:
-            if tries > self._max_tries:
-                raise ScoreError("crash", "the process ended each time")
-            (answer,) = self._ask([item], score, consumer.stop)
-            packet.verdicts[item.position] = rewards_of(answer, self._name, item.trajectory)
-        except ScoreError as error:
-            if tries < self._max_tries:
-                delay = FIRST_DELAY_S * 2 ** (tries - 1) * random.uniform(0.5, 1)
-                return [Suspect(clock.now() + delay, item)]
-            metrics.unscorable(self._name, error.kind)
-            self._given_up.note(item.trajectory.name, packet.group_id, error.kind, str(error))
-            packet.verdicts[item.position] = None
-            packet.given_up.append(item)  # its tries still count if another member ends this process
-        except Stopped:
-            self._tries.forget(shard, item)
-            raise
-        else:
-            self._tries.forget(shard, item)
-        if packet.is_scored:
-            self._pass_on(consumer, [packet])
-        return []
+    def _give_up(self, item: WaitingMember, error: ScoreError) -> None:
+        self._given_up.note(item.trajectory.name, item.packet.group_id, error.kind, str(error))
+        item.packet.verdicts[item.position] = None
+        item.packet.given_up.append(item)  # its tries still count if another member ends this process
 
     def _pass_on(self, consumer: Consumer, packets: Iterable[WaitingPacket]) -> None:
-        """Hand packets on all of whose members have their verdicts."""
-        filter_by = self._run.manifest.filter_by
-        self._hand_off(consumer, [(packet, packet.hand_off(self._next, filter_by)) for packet in packets])
-
-    def _ask(self, items: Sequence[WaitingMember], score: ScoreFunction, stop: threading.Event) -> list[Any]:
-        trajectories = [item.trajectory for item in items]
-        with metrics.timed(self._name, "score"):
-            return ask(score, trajectories, f"scorer {self._name}", self._timeout_s, stop)
+        """Hand those packets on all of whose members have their verdicts."""
+        filter_by, by_shard = self._run.manifest.filter_by, defaultdict[int, list[Any]](list)
+        for packet in packets:
+            if packet.is_scored:
+                by_shard[packet.entry.shard].append((packet, packet.hand_off(self._next, filter_by)))
+        for pairs in by_shard.values():
+            self._hand_off(consumer, pairs)
 
     def _hand_off(self, consumer: Consumer, packets: Sequence[tuple[WaitingPacket, HandOff]]) -> None:
         """Pass packets of one shard on."""

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from ..errors import HungError, SettingError
 from ..messages import brief, one_line, place_of
-from ..run.hangs import call_within
+from ..run.hangs import GRACE_S, call_within
 from .unscored import UnscoredTrajectory
 
-#: A reward, None (unscorable), or named components which are summed up.
-Score = float | None | Mapping[str, float]
+#: A reward, None (unscorable), named components which are summed up, or why there is none: it is tried again alone.
+Score = float | None | Mapping[str, float] | BaseException
 #: Gives a score to each trajectory of a micro-batch.
 ScoreFunction = Callable[[Sequence[UnscoredTrajectory]], Sequence[Score] | Awaitable[Sequence[Score]]]
 
@@ -26,7 +26,7 @@ MAX_NAME_CHARS: Final = 200
 
 
 class ScoreError(Exception):
-    """A scoring function failed, or its answer is no score. `kind`: one of `metrics.instruments.UNSCORABLE_KINDS`."""
+    """A scoring function failed, or its answer is no score. `kind`: exception, value, hang or crash."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(one_line(text))
@@ -45,34 +45,75 @@ def check_function(score: ScoreFunction, name: str) -> None:
             ) from None
 
 
+def is_coroutine(score: ScoreFunction) -> bool:
+    """Whether several calls of the function may go on side by side."""
+    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
+
+
 def ask(
     score: ScoreFunction,
-    trajectories: Sequence[UnscoredTrajectory],
+    batches: Sequence[Sequence[UnscoredTrajectory]],
     who: str,
     timeout_s: float,
     stop: threading.Event,
-) -> list[Any]:
-    """Call the function for a micro-batch. Returns a score for each trajectory, which `rewards_of` has yet to check.
+) -> list[list[Any] | ScoreError]:
+    """Call the function for each micro-batch, side by side; only a coroutine function is given several.
 
-    `who` is for messages. Raises ScoreError, also when the function takes longer than `timeout_s` seconds, and Stopped
-    when the process is to end.
+    Returns of each micro-batch a score for each trajectory, which `rewards_of` has yet to check, or why there is none:
+    its call has raised, or taken longer than `timeout_s` seconds. `who` is for messages. Raises Stopped when the
+    process is to end.
     """
+    outcomes: dict[int, list[Any] | ScoreError] = {}
 
-    def call() -> Any:
-        answer = score(trajectories)
-        return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+    async def await_one(number: int, answer: Awaitable[Any]) -> None:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                outcomes[number] = scores_of(await answer, len(batches[number]))
+        except ScoreError as error:
+            outcomes[number] = error
+        except (
+            Exception,
+            SystemExit,
+            asyncio.CancelledError,
+        ) as error:  # whatever the user's function raises
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # another call blocks, which ends all
+            hang = f"{who} did not return within {timeout_s:g} s: bound what it waits for"
+            outcomes[number] = ScoreError("hang", hang) if limit.expired() else failure(error)
 
+    async def await_all(answers: Sequence[Awaitable[Any]]) -> None:
+        await asyncio.gather(*(await_one(number, answer) for number, answer in enumerate(answers)))
+
+    def call() -> None:
+        answers: list[Any] = [score(batch) for batch in batches]
+        if inspect.isawaitable(answers[0]):
+            asyncio.run(await_all(answers))
+        else:
+            outcomes[0] = scores_of(answers[0], len(batches[0]))
+
+    # A coroutine that waits too long is ended above; one that blocks its event loop is interrupted here.
+    limit_s = timeout_s + GRACE_S if is_coroutine(score) else timeout_s
     try:
-        answer = call_within(call, timeout_s, who, stop)
+        call_within(call, limit_s, who, stop)
+        return [outcomes[number] for number in range(len(batches))]
     except HungError as error:
-        raise ScoreError("hang", str(error)) from error
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # whatever the user's function raises
-        raise ScoreError("exception", f"{type(error).__name__}: {error}{place_of(error)}") from error
-    return scores_of(answer, len(trajectories))
+        problem = ScoreError("hang", str(error))
+    except ScoreError as error:
+        problem = error
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        problem = failure(error)
+    if len(batches) == 1:
+        return [outcomes.get(0, problem)]
+    return [  # any one may have blocked the others
+        outcomes[number] if number in outcomes else ask(score, [batch], who, timeout_s, stop)[0]
+        for number, batch in enumerate(batches)
+    ]
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
+def failure(error: BaseException) -> ScoreError:
+    """What an exception of the user's function makes of a score."""
+    return ScoreError("exception", f"{type(error).__name__}: {error}{place_of(error)}")
 
 
 def scores_of(answer: Any, count: int) -> list[Any]:
@@ -94,6 +135,8 @@ def rewards_of(score: Any, name: str, trajectory: UnscoredTrajectory) -> dict[st
     """Named rewards from one score of scorer `name`, None for unscorable. Raises ScoreError."""
     if score is None:
         return None
+    if isinstance(score, BaseException):
+        raise failure(score)
     components = dict(score) if isinstance(score, Mapping) else {name: score}
     for component in components:
         if not isinstance(component, str) or len(component) > MAX_NAME_CHARS:

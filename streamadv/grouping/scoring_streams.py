@@ -15,6 +15,7 @@ from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, read_packet
+from ..store.retry import NotNowError
 from ..trajectory.member_table import encode_table, read_table, trace_of, with_trace
 from ..trajectory.members import Members
 from ..trajectory.packet import StoredPacket, member_line
@@ -171,5 +172,6 @@ def pass_on_ended(run: Run, shard: Shard) -> int:
                 packets.append(entry)
         states = are_open(shard, group_ids)
         ended = [unchanged(entry) for entry, is_open in zip(packets, states, strict=True) if not is_open]
-        passed += pass_on(shard, scorer, ended)
+        with suppress(NotNowError):  # while the rollouts stream takes no more, groupers go on emptying it
+            passed += pass_on(shard, scorer, ended)
     return passed

@@ -1,4 +1,7 @@
-"""How often a scorer has tried a trajectory alone. The server counts before each try, so that a crash counts too."""
+"""How often a scorer has tried a trajectory that may end its process. The server counts before each try.
+
+Tries that end with an exception need no server: the process that makes them is there to count (`Suspect.tries`).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,21 @@ class Tries:
 
     def __init__(self, scorer: str) -> None:
         self._scorer = scorer
+        self._counted: set[str] = set()
 
     def count(self, shard: Shard, item: WaitingMember) -> int:
         """Count one more try. Returns how many there are with it."""
-        tries: int = shard.call("attempt", [self._field(item), "1"])
+        field = self._field(item)
+        self._counted.add(field)
+        tries: int = shard.call("attempt", [field, "1"])
         return tries
 
     def forget(self, shard: Shard, item: WaitingMember) -> None:
-        shard.call("attempt", [self._field(item), "0"])
+        """If this process has counted one."""
+        field = self._field(item)
+        if field in self._counted:
+            shard.call("attempt", [field, "0"])
+            self._counted.discard(field)
 
     def fewest_first(self, shard: Shard, items: Sequence[WaitingMember]) -> list[WaitingMember]:
         """In the order of their tries: what ends this process again does so when the others are done."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..trajectory.checked import StepSpan
 from ..trajectory.columns import Array
 from ..trajectory.payload import Payload
-from ..trajectory.reference import Reference, StepSpan
+from ..trajectory.reference import Reference
 from ..trajectory.schema import Status
 
 

@@ -27,10 +27,10 @@ from ..errors import ProcessEndedError, SettingError
 from ..extras import require
 from ..messages import log_fields
 from ..processes.machine import LOOK_S
-from ..processes.worker import Worker
+from ..processes.worker import Worker, worker_command
 from ..run import open_run
 from ..run.manifest import RunSettings
-from ..settings import redis_url
+from ..settings import redis_url, run_name
 from ..store.addresses import LOOPBACK, free_port
 from ..store.connection import Connection
 from ..store.credentials import environment_with
@@ -201,7 +201,7 @@ class Actors:
 
 def start(
     url: str | None = None,
-    run: str = "default",
+    run: str | None = None,
     *,
     groupers: int | Sequence[ActorOptions] = 1,
     workers: int | Sequence[ActorOptions] = 1,
@@ -220,7 +220,7 @@ def start(
     Args:
         url: of the server, as every node reaches it; by default STREAMADV_REDIS_URL of this process, see
             `streamadv.redis_url`. TLS files it names have to be on every node.
-        run: name of the run. This process creates it, if nobody has.
+        run: name of the run; None = STREAMADV_RUN, else `default`. This process creates it, if nobody has.
         groupers: how many, or the Ray options of each one: `[{"num_cpus": 0.5}] * 2`.
         workers: of the advantage stage, the same.
         scorers: the run's scorers, in the order in which they are asked.
@@ -236,7 +236,7 @@ def start(
         ProcessEndedError: when a worker refuses to start, or is not ready in time; actors that this call has started
             are stopped.
     """
-    url = redis_url(url)
+    url, run = redis_url(url), run_name(run)
     settings = settings or RunSettings()
     if scorers and settings.scorers is None:
         settings = settings.model_copy(update={"scorers": tuple(each.scorer for each in scorers)})
@@ -275,11 +275,12 @@ def start(
     return actors
 
 
-def connect(run: str = "default", *, namespace: str = NAMESPACE) -> Actors:
+def connect(run: str | None = None, *, namespace: str = NAMESPACE) -> Actors:
     """The actors of a run that another driver has started, with `detached=True` or still at work.
 
     Raises SettingError when there are none.
     """
+    run = run_name(run)
     if not ray.is_initialized():
         ray.init()
     names = sorted(name for name in _names(namespace) if name.startswith(f"{run}:"))
@@ -314,7 +315,7 @@ class WorkerActor:
         )
         self._last_line = ""
         self._stop = threading.Event()
-        self._worker = Worker(name, words, environment, self._show)
+        self._worker = Worker(name, worker_command(words), environment, self._show)
         self._keeper = threading.Thread(target=self._keep, name="streamadv-keeper", daemon=True)
         self._keeper.start()
 

@@ -20,10 +20,10 @@ from .. import weights as weight_files
 from ..errors import SettingError
 from ..extras import require
 from ..trainer import TrainerQueue
+from ..trainer.checkpoints import STATE_FILE, read_state, write_state
 from ..trainer.microbatch import Batch, MicroBatch
 from ..trainer.prompt_response import PromptResponse
 from . import refuse
-from .checkpoints import STATE_FILE, read_state, write_state
 
 require("streamadv.integrations.transformers", "transformers", "accelerate")
 import torch  # noqa: E402  after the check, which names the extra
@@ -37,7 +37,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 Publish = Callable[[int], str | None]
 
 
-def queue_for(args: TrainingArguments, connection: Any, run: str = "default", **options: Any) -> TrainerQueue:
+def queue_for(
+    args: TrainingArguments, connection: Any, run: str | None = None, **options: Any
+) -> TrainerQueue:
     """The trainer queue of this process: with rank, world size and device of `args`; the trainer marks and commits.
 
     options: of `TrainerQueue`, such as `batch_groups`, `tokens_per_micro_batch` and `chain`.
@@ -189,14 +191,7 @@ class QueueTrainer(Trainer):
     # Parts
 
     def _load(self, checkpoint: Path) -> None:
-        state = read_state(checkpoint)
-        self.queue.load_state_dict(state)
-        if (
-            isinstance(self._weights, str | Path)
-            and self.args.process_index == 0
-            and Path(self._weights).is_dir()
-        ):
-            weight_files.withdraw(self._weights, above=state["version"])
+        self.queue.load_state_dict(read_state(checkpoint))
 
     def _publish(self, version: int) -> str | None:
         """Make the weights of a version readable; their URI. Every rank calls it: with FSDP all hold a part of them."""

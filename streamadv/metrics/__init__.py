@@ -1,8 +1,8 @@
 """Metrics of a process: what the stages report here is served at `/metrics` for Prometheus.
 
 In reading order: these functions, which stages call; `instruments` (the declarations, in sets by stage) over
-`registry`, `histogram` and `waits`; `endpoints` with `deadline` (how the numbers leave the process). Work items and
-batches are reported whole, as arrays. Any thread may call. torch is not imported.
+`collectors`; `endpoints` (how the numbers leave the process). Work items and batches are reported whole, as arrays. Any
+thread may call. torch is not imported.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..forks import renewed_at_fork
 from . import instruments
+from .collectors import Blockers
 from .endpoints import NotReady, serve_metrics
 from .instruments import KEPT, REGISTRY, Kind, begin_stage, child
-from .waits import Blockers
 
 __all__ = [
     "KEPT", "REGISTRY", "EndedGroup", "Kind", "Sample", "batch_delivered", "begin_stage", "blocked_as",
     "entries", "group_ended", "group_recreated", "groups_ended", "importance_weights", "producer_pushed",
-    "retried", "serve", "timed", "training_metrics", "unscorable", "wait", "work_item_computed",
+    "retried", "serve", "timed", "training_metrics", "wait", "work_item_computed",
 ]  # fmt: skip
 
 #: Numbers of a work item or batch: an array, a list or one number. None stands for unknown and is left out.
@@ -76,11 +77,6 @@ def retried(stage: str, reason: str) -> None:
 def blocked_as(blockers: Blockers) -> None:
     """Show at each scrape who waits for which reason. blockers: returns pairs of (who, reason), see `Blockers`."""
     instruments.BLOCKED.blockers = blockers
-
-
-def unscorable(stage: str, kind: str) -> None:
-    """A scorer gave a trajectory up; `kind` is one of UNSCORABLE_KINDS."""
-    child(instruments.UNSCORABLE, stage, kind).inc()
 
 
 def group_recreated(stage: str) -> None:
@@ -150,11 +146,8 @@ def _group_rewards(of_groups: Sequence[Sequence[float]], source: str, is_kept: b
     instruments.GROUP_REWARD_STD.observe(_known(np.sqrt(squares / (sizes[sizes > 1] - 1))))
 
 
-def producer_pushed(codes: Sequence[str]) -> None:
-    """What became of the records of one push: the codes of a PushResult."""
-    for code in set(codes):
-        label = code if code in instruments.PUSH_CODES else "other"
-        child(instruments.PUSHED, label).inc(codes.count(code))
+def producer_pushed() -> None:
+    """The server has taken a push."""
     _succeeded("producer")
 
 
@@ -219,7 +212,6 @@ def batch_delivered(
     in_flight_lag: Values,
     in_queue_lag: Values,
     num_tokens: int,
-    num_trajectories: int,
     e2e_s: Values,
 ) -> None:
     """A batch goes to the training loop. On rank 0 only: the numbers are those of the whole batch.
@@ -232,9 +224,7 @@ def batch_delivered(
     instruments.POLICY_LAG.observe(_known(staleness))
     instruments.POLICY_LAG_IN_FLIGHT.observe(_known(in_flight_lag))
     instruments.POLICY_LAG_IN_QUEUE.observe(_known(in_queue_lag))
-    instruments.DELIVERED_BATCHES.inc()
     instruments.DELIVERED_TOKENS.inc(num_tokens)
-    instruments.DELIVERED_TRAJECTORIES.inc(num_trajectories)
     instruments.E2E.observe(_known(e2e_s))
     _succeeded("trainer")
 
@@ -282,10 +272,10 @@ def _succeeded(stage: str) -> None:
 
 
 _ended: list[EndedGroup] = []  # and not counted yet
-_ended_lock = threading.Lock()
+_ended_lock = renewed_at_fork(threading.Lock())
 REGISTRY.settlers.append(_count_ended)
 _sources: set[str] = set()
-_sources_lock = threading.Lock()
+_sources_lock = renewed_at_fork(threading.Lock())
 
 
 def _bounded_source(data_source: str) -> str:

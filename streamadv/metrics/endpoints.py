@@ -1,6 +1,7 @@
 """The HTTP endpoints of a process: `/metrics`, `/livez`, `/readyz`.
 
-Requests are bounded: so many at once, and so many seconds for each, so that clients that do not read cannot pile up.
+Connections are bounded: so many at once, and so many seconds for each, so that clients that do not read cannot pile up.
+Those that send nothing, or wait for metrics, keep no `/livez` out.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.core import Metric
@@ -24,17 +26,23 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ..errors import SettingError
+from ..forks import renewed_at_fork
 from ..messages import log_fields
-from .deadline import Asked
 
 logger = logging.getLogger(__name__)
 
-#: Requests at once; further connections are closed.
-MAX_REQUESTS: Final = 16
+T = TypeVar("T")
+
+#: Connections at once; for another one the oldest without a request is closed.
+MAX_CONNECTIONS: Final = 16
+#: Requests at once for what takes time, `/metrics` and `/readyz`; further ones are refused.
+MAX_REQUESTS: Final = 8
 #: Seconds for a whole request, from the connection to the last byte.
 REQUEST_S: Final = 10.0
 #: Seconds that `/readyz` waits for an answer.
 READY_S: Final = 2.0
+#: Pause after a connection that could not be accepted: without a free descriptor it still waits to be.
+ACCEPT_PAUSE_S: Final = 0.5
 
 PLAIN: Final = "text/plain; charset=utf-8"
 
@@ -60,6 +68,37 @@ def serve_metrics(registry: Collector, port: int, run: str | None, host: str, no
     bound: int = server.server_address[1]
     logger.info("metrics on port %d, path /metrics", bound, extra=log_fields("metrics_served"))
     return bound
+
+
+class Asked(Generic[T]):
+    """A question that is asked in a thread of its own. One that is under way is not asked a second time.
+
+    question: returns the answer or raises. within_s: seconds to wait for it.
+    """
+
+    def __init__(self, question: Callable[[], T], within_s: float) -> None:
+        self._question = question
+        self._within_s = within_s
+        self._lock = threading.Lock()
+        self._under_way: Future[T] | None = None
+
+    def answer(self) -> T:
+        """The answer to a question asked now, or still under way. Raises TimeoutError, and what the question raises."""
+        with self._lock:
+            if self._under_way is None or self._under_way.done():
+                self._under_way = Future()
+                threading.Thread(target=self._ask, args=(self._under_way,), name="asked", daemon=True).start()
+            asked = self._under_way
+        try:
+            return asked.result(self._within_s)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {self._within_s:g} s") from None
+
+    def _ask(self, future: Future[T]) -> None:
+        try:
+            future.set_result(self._question())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class _View(Collector):
@@ -89,41 +128,74 @@ class _Server(socketserver.ThreadingTCPServer):
 
     allow_reuse_address = True
     daemon_threads = True
+    request_queue_size = 128  # bursts of connections fill a shorter one, and a probe would wait for seconds
     registry: Collector
     labels: dict[str, str]
     readiness: Asked[str | None]
 
     def __init__(self, *arguments: Any) -> None:
-        self._lock = threading.Lock()
+        self._lock = renewed_at_fork(threading.Lock())
         self._began: dict[Any, float] = {}  # connection -> when it was accepted
+        self._asking: set[Any] = set()  # connections whose request takes time
         super().__init__(*arguments)
 
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(ACCEPT_PAUSE_S)
+            raise
+
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Accept it unless there are too many."""
+        """Accept it, if there are too many in the place of the oldest that has sent nothing."""
         with self._lock:
-            if len(self._began) >= MAX_REQUESTS:
-                return False
+            if len(self._began) >= MAX_CONNECTIONS:
+                idle = (each for each in self._began if each not in self._asking and not _has_sent(each))
+                oldest = next(idle, None)
+                if oldest is None:
+                    return False
+                self._close(oldest)
             self._began[request] = time.monotonic()
         return True
+
+    def may_ask(self, request: Any) -> bool:
+        """Whether its request for what takes time can be answered now."""
+        with self._lock:
+            if len(self._asking) >= MAX_REQUESTS:
+                return False
+            self._asking.add(request)
+        return True
+
+    def _close(self, request: Any) -> None:
+        """End a connection; its thread finds it closed."""
+        self._began.pop(request, None)
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._began.pop(request, None)
+            self._asking.discard(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Twice a second: end the connections whose time is over; their threads find them closed."""
+        """Twice a second: end the connections whose time is over."""
         until = time.monotonic() - REQUEST_S
         with self._lock:
-            overdue = [request for request, began in self._began.items() if began < until]
-        for request in overdue:
-            with suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
+            for request in [request for request, began in self._began.items() if began < until]:
+                self._close(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()
         level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR  # the client has gone
         logger.log(level, "metrics: a request failed: %s", error, extra=log_fields("metrics_request_failed"))
+
+
+def _has_sent(request: socket.socket) -> bool:
+    """Whether something is there that the connection's thread has not read yet."""
+    with suppress(OSError):
+        return request.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    return False
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -135,10 +207,12 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             url = urlsplit("")
         match url.path:
-            case "/metrics":
-                self._metrics(url.query)
             case "/livez":
                 self._reply(200, "alive\n")
+            case "/metrics" | "/readyz" if not self.server.may_ask(self.request):
+                self._reply(503, f"{MAX_REQUESTS} requests are being answered: ask again\n")
+            case "/metrics":
+                self._metrics(url.query)
             case "/readyz":
                 self._readiness()
             case _:

@@ -22,10 +22,9 @@ from prometheus_client import (
     ProcessCollector,
 )
 
+from ..forks import renewed_at_fork
 from ..version import __version__
-from .histogram import ArrayHistogram
-from .registry import Registry
-from .waits import Blocked, Waits
+from .collectors import ArrayHistogram, Blocked, Registry, Waits
 
 #: What a stage exports: a producer, the three kinds of workers, rank 0 of the trainer, another rank, an exporter.
 Kind = Literal["producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter"]
@@ -46,9 +45,6 @@ RETRY_REASONS: Final = (
     "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
     "noreplicas", "misconf", "busy", "streamend",
 )  # fmt: skip
-#: Why a scorer gave a trajectory up: see `grouping.scores.ScoreError`.
-UNSCORABLE_KINDS: Final = ("exception", "value", "hang", "crash")
-PUSH_CODES: Final = ("pushed", "duplicate", "surplus", "late", "other")
 #: Data sources with a label of their own; those that come later are counted as "other".
 MAX_DATA_SOURCES: Final = 32
 SIGNS: Final = ("positive", "negative")
@@ -79,8 +75,6 @@ THE_STAGE: Final = ("",)
 PROCESS: Final = CollectorRegistry()
 STAGES: Final = CollectorRegistry()
 WORKERS: Final = CollectorRegistry()
-SCORERS: Final = CollectorRegistry()
-PRODUCERS: Final = CollectorRegistry()
 GROUPS_ENDED: Final = CollectorRegistry()
 ALL_GROUPS: Final = CollectorRegistry()
 WORK_ITEMS: Final = CollectorRegistry()
@@ -122,7 +116,7 @@ BUILD_INFO: Final = Gauge(
 
 # Every stage.
 _stages: Final[dict[str, None]] = {}  # that this process runs, in the order of their beginning
-_stages_lock: Final = threading.Lock()
+_stages_lock: Final = renewed_at_fork(threading.Lock())
 WAITS: Final = Waits(_stages)
 STAGES.register(WAITS)
 BLOCKED: Final = Blocked(_stages)
@@ -170,21 +164,6 @@ NOGROUP: Final = _counter(
     "streamadv_nogroup_recreations",
     "Consumer groups created, at the start of a run or after the server lost them.",
     stage=THE_STAGE,
-)
-UNSCORABLE: Final = _counter(
-    SCORERS,
-    "streamadv_unscorable",
-    "Trajectories that a scorer could not score: `exception`, `value` (no finite score), `hang`, `crash`.",
-    stage=THE_STAGE,
-    kind=UNSCORABLE_KINDS,
-)
-
-# Producers.
-PUSHED: Final = _counter(
-    PRODUCERS,
-    "streamadv_pushed",
-    "Records pushed: `pushed`, `duplicate`, `surplus`, `late`, `other`.",
-    outcome=PUSH_CODES,
 )
 
 # Groups that ended: the grouper and, when it names a batch, the trainer.
@@ -298,14 +277,6 @@ POLICY_LAG_IN_QUEUE: Final = _histogram(
     "Part of the staleness from waiting for its batch.",
     VERSIONS,
 )
-DELIVERED_BATCHES: Final = _counter(
-    BATCHES,
-    "streamadv_delivered_batches",
-    "Batches delivered; a batch that is delivered again after a restart counts again.",
-)
-DELIVERED_TRAJECTORIES: Final = _counter(
-    BATCHES, "streamadv_delivered_trajectories", "Trajectories delivered to the trainer."
-)
 DELIVERED_TOKENS: Final = _counter(
     BATCHES, "streamadv_delivered_tokens", "Trainable tokens delivered to the trainer."
 )
@@ -360,9 +331,9 @@ EVENTS: Final[Mapping[str, Counter]] = {
 }
 
 _SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
-    "producer": (PRODUCERS,),
+    "producer": (),
     "grouper": (WORKERS, GROUPS_ENDED, ALL_GROUPS),
-    "scorer": (WORKERS, SCORERS),
+    "scorer": (WORKERS,),
     "advantage": (WORKERS, WORK_ITEMS, CORRECTIONS),
     "trainer": (GROUPS_ENDED, BATCHES, CORRECTIONS),
     "rank": (CORRECTIONS,),

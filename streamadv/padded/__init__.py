@@ -7,10 +7,10 @@ calls them in this order:
     batch, metrics = compute_token_reward(batch, add_token_level_kl=True, kl_coef=0.01)
     batch, metrics = compute_advantage(batch, adv_estimator="grpo", gamma=1.0)
 
-Modules: `rewards`, `token_rewards` and `advantage` are ROLL's three stages, `estimators`, `grouped`, `named_rewards`
-and `sessions` verl's estimators, `outcomes` those of other peers; `masked` has statistics and losses; `sample_masks`,
-`staleness`, `off_policy` (verl's rollout correction) and `train_infer` (ROLL's) decide what counts. Below them `layout`
-goes from padded to packed and back, and `entrance` is the door at which every function checks its arguments:
+Modules: `rewards` and `advantage` are ROLL's three stages, `estimators` and `grouped` verl's estimators, `outcomes`
+those of other peers; `masked` has statistics and losses; `sample_masks`, `off_policy` (verl's rollout correction) and
+`train_infer` (ROLL's) decide what counts. Below them `layout` goes from padded to packed and back, and `entrance` is
+the door at which every function checks its arguments:
 
 - A tensor may have any dtype of numbers and any strides, or be a NumPy array. A mask holds 0 and 1 in any dtype. Labels
   are a list, a tuple, a 1-D tensor or array. No argument is changed.
@@ -35,7 +35,13 @@ extras.require_torch("streamadv.padded")
 from ..algorithms import kl, length_penalties
 from ..algorithms import off_policy as correction
 from . import entrance
-from .advantage import compute_advantage, compute_agentic_reinforce_return
+from .advantage import (
+    apply_kl_penalty,
+    compute_advantage,
+    compute_agentic_reinforce_return,
+    compute_token_reward,
+    expand_to_token_level,
+)
 from .estimators import (
     compute_gae_advantage_return,
     compute_optimal_token_baseline_advantage,
@@ -44,11 +50,13 @@ from .estimators import (
     compute_tir_optimal_token_baseline_advantage,
 )
 from .grouped import (
+    compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
     compute_grpo_vectorized_outcome_advantage,
     compute_maxrl_outcome_advantage,
+    compute_multi_trajectory_grpo_advantage,
     compute_opo_outcome_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_rloo_outcome_advantage,
@@ -62,7 +70,6 @@ from .masked import (
     masked_var,
     masked_whiten,
 )
-from .named_rewards import compute_gdpo_outcome_advantage
 from .off_policy import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
@@ -87,13 +94,13 @@ from .rewards import (
 from .sample_masks import (
     dapo_filter_groups,
     difficulty_mask,
+    off_policy_sequence_mask,
     pf_ppo_weights,
+    proximal_log_probs,
     sample_level_mask,
     sample_weights,
+    version_staleness,
 )
-from .sessions import compute_multi_trajectory_grpo_advantage
-from .staleness import off_policy_sequence_mask, proximal_log_probs, version_staleness
-from .token_rewards import apply_kl_penalty, compute_token_reward, expand_to_token_level
 from .train_infer import RatioFilter, compute_train_infer_correction
 
 # The pipeline uses these too, so they live in `streamadv.algorithms` and pass the door here.

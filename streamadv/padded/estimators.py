@@ -85,10 +85,9 @@ def compute_remax_outcome_advantage(
     tokens, shape = batch.trainable_tokens, response_mask.shape
     rewards = tokens.only(batch.column("token_level_rewards"))
     returns = reverse_scan(rewards, 1.0, batch.all_tokens).view(shape)
-    mask = tokens.mask.view(shape)
-    advantages = returns - reward_baselines[:, None].to(torch.float32) * mask
+    advantages = returns - reward_baselines[:, None].to(torch.float32) * response_mask
     if peer_quirks is None:
-        advantages, returns = _masked(advantages, mask), _masked(returns, mask)
+        advantages, returns = (torch.where(response_mask, x, 0.0) for x in (advantages, returns))
     return advantages, returns
 
 
@@ -111,11 +110,10 @@ def compute_optimal_token_baseline_advantage(
     """
     if handle_zero_tail is None:
         handle_zero_tail = peer_quirks != "verl-2026-01"
-    batch, order = _baseline_batch(
-        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
-    )
     column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
-    everyone = torch.ones(batch.num_rows, dtype=torch.bool, device=response_mask.device)
+    everyone = torch.ones(len(response_mask), dtype=torch.bool, device=response_mask.device)
+    columns = _columns(token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
+    batch, order = as_batch(response_mask, columns, index=index)
     estimate = baseline_scan(batch, batch.trainable_tokens, column, everyone, handle_zero_tail, epsilon)
     return _token_baseline(estimate, batch, order, response_mask.shape)
 
@@ -134,9 +132,8 @@ def compute_tir_optimal_token_baseline_advantage(
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
     """The optimal token baseline, rows compared at equal numbers of trainable tokens."""
-    batch, order = _baseline_batch(
-        token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights
-    )
+    columns = _columns(token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
+    batch, order = as_batch(response_mask, columns, index=index)
     estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail, epsilon=epsilon)
     return _token_baseline(estimate, batch, order, response_mask.shape)
 
@@ -156,23 +153,12 @@ def _token_batch(
     return batch if peer_quirks else batch.with_columns(token_level_rewards=credited(batch))
 
 
-def _baseline_batch(
-    token_level_rewards: TokenRewards,
-    response_mask: Mask,
-    index: Labels,
-    old_log_probs: Tokens,
-    sum_pi_squared: Tokens,
-    rollout_is_weights: Tokens | None,
-) -> tuple[PackedBatch, Tensor]:
+def _columns(
+    rewards: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
+) -> dict[str, Tensor]:
     columns = {
-        "token_level_rewards": token_level_rewards,
+        "token_level_rewards": rewards,
         "old_log_probs": old_log_probs,
         "sum_pi_squared": sum_pi_squared,
     }
-    if rollout_is_weights is not None:
-        columns["rollout_is_weights"] = rollout_is_weights
-    return as_batch(response_mask, columns, index=index)
-
-
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask != 0, values, 0.0)
+    return columns if weights is None else {**columns, "rollout_is_weights": weights}

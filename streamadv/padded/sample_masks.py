@@ -1,16 +1,28 @@
-"""Which rollouts to train on, and how much: masks and weights of whole rows."""
+"""What to train on, and how much: masks and weights of rows, and data from older policies (AReaL, TRL, slime)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import Count, Labels, Length, Mask, Rows, Threshold
+from ..algorithms.arguments import (
+    AnyMask,
+    Count,
+    Elements,
+    Labels,
+    Length,
+    Mask,
+    Rows,
+    Threshold,
+    Tokens,
+    Values,
+    Versions,
+)
 from ..algorithms.length_penalties import difficulty_factor, length_factor
 from ..algorithms.segments import segment_max, segment_min, spread
-from ..errors import OptionError
+from ..errors import OptionError, SettingError
 from .entrance import checked, unchecked
 from .layout import group_order, ungrouped
 from .rewards import Metrics, group_scores
@@ -140,6 +152,74 @@ def sample_weights(response_mask: Mask, difficulty: Rows | None = None, *, by_le
     if difficulty is None and not by_length:
         return weights.to(torch.float32)
     return (weights * len(weights) / weights.sum().clamp(min=1e-8)).to(torch.float32)
+
+
+@checked
+def off_policy_sequence_mask(
+    advantages: Annotated[Tensor, Values(("B", 1), ("B", "T"))],
+    log_probs: Tokens,
+    behaviour_log_probs: Tokens,
+    mask: Mask,
+    threshold: Threshold,
+) -> Tensor:
+    """[B, T] bool: False where the advantage is negative and the row's mean(behaviour - new) exceeds `threshold`.
+
+    So the update does not push further down tokens that the policy has left (DeepSeek-V3.2, arXiv:2512.02556; TRL,
+    slime). advantages [B, T] or [B, 1]; log-probs and mask [B, T].
+    """
+    counted = mask != 0
+    drift = torch.where(counted, (behaviour_log_probs - log_probs).to(torch.float64), 0.0).sum(1)
+    drift = drift / counted.sum(1).clamp(min=1)
+    return ((advantages >= 0) | (drift <= threshold)[:, None]).expand_as(mask)
+
+
+@checked
+def proximal_log_probs(
+    behaviour_log_probs: Elements,
+    log_probs: Elements,
+    versions: Versions,
+    current_version: int,
+    method: Literal["loglinear", "linear", "rollout"] = "loglinear",
+) -> Tensor:
+    """Log-probs of the policy one version back, interpolated between behaviour and current instead of computed (AReaL).
+
+    alpha = (current_version - 1 - v) / (current_version - v), held in 0 .. 1; 0 where the version v is negative or not
+    older. loglinear: (1 - alpha) * behaviour + alpha * current; linear: the same over probabilities; rollout:
+    behaviour. All tensors have one shape. Raises SettingError for another method.
+    """
+    if method == "rollout":
+        return behaviour_log_probs
+    age = (current_version - versions).to(torch.float64)
+    alpha = torch.where((versions >= 0) & (age > 0), (age - 1) / age.clamp(min=1), 0.0).clamp(0, 1)
+    old, new = behaviour_log_probs.to(torch.float64), log_probs.to(torch.float64)
+    if method == "loglinear":
+        return (old + alpha * (new - old)).to(torch.float32)
+    if method == "linear":
+        return ((1 - alpha) * old.exp() + alpha * new.exp() + 1e-10).log().to(torch.float32)
+    raise SettingError(f"proximal method {method!r} is unknown: choose one of loglinear, linear, rollout")
+
+
+@checked
+def version_staleness(versions: Versions, mask: AnyMask, current_version: int) -> dict[str, float]:
+    """Average, greatest and least age of trainable tokens, in policy versions; {} without any.
+
+    staleness_theta counts from the policy being trained, staleness_proximal from the version before. Tokens with a
+    negative version do not count.
+    """
+    counted = versions[(mask != 0) & (versions >= 0)].to(torch.float64)
+    if not len(counted):
+        return {}
+    metrics = {
+        "n_valid_generated_tokens": float(len(counted)),
+        "v_theta": float(current_version),
+        "v_proximal": float(current_version - 1),
+    }
+    for name, reference in (("proximal", current_version - 1), ("theta", current_version)):
+        age = reference - counted
+        metrics[f"sample_staleness_{name}_avg"] = age.mean().item()
+        metrics[f"sample_staleness_{name}_max"] = age.max().item()
+        metrics[f"sample_staleness_{name}_min"] = age.min().item()
+    return metrics
 
 
 def _mean(values: Tensor) -> float:

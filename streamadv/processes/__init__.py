@@ -1,6 +1,5 @@
 """Child processes: how a supervisor starts, hears, kills and ends them, and their memory.
 
-`children` are processes of the package, which send `messages` to the demo or a benchmark. `machine` is what
-`streamadv up` runs: commands (`kept` by a `keeper` each), and workers (`worker`). `malloc` and
-`garbage` are about memory.
+`machine` is what `streamadv up` and the demo run: commands (`kept` by a `keeper` each), and workers and programs
+(`worker`), which may send `messages`. `malloc` and `garbage` are about memory.
 """

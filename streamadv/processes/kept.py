@@ -61,6 +61,11 @@ class Kept:
             reader.start()
 
     @property
+    def pid(self) -> int | None:
+        """Of its keeper, with which it ends; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    @property
     def exit_status(self) -> int | None:
         """None while it runs; 128 and the number of the signal that ended it."""
         if self._process is None:
@@ -72,6 +77,11 @@ class Kept:
         """Send a signal to it and what it has started; it is killed if it has not ended GRACE_S later."""
         if self._process is not None:
             self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Send SIGKILL: it gets no chance to clean up."""
+        if self._process is not None:
+            self._process.kill()
 
     def wait(self) -> None:
         """Wait until it has ended and its output is shown. Call `send` before."""

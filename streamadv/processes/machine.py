@@ -7,16 +7,19 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Final
 
 from .. import logs
 from ..units import counted
-from .kept import Kept
-from .worker import Worker
+from .kept import GRACE_S, Kept
+from .worker import Worker, worker_command
 
 LOOK_S: Final = 0.1
+
+#: Takes each line of a process, and whether it is of stderr; called in threads.
+Show = Callable[[str, bool], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,9 @@ class Plan:
     """What is to run beside a server.
 
     environment: of every process. modules: imported by advantage workers. commands: run at once, each a list of words.
-    metrics_port: of the first worker, the others have those after it; 0: each takes a free one.
+    metrics_port: of the first worker, the others have those after it; 0: each takes a free one. programs: commands by
+    name, each started again until it ends with status 0. show: what takes the output of a worker or program, by its
+    name; None: it is written with the name in front. tell: what takes news of them; None: stderr.
     """
 
     environment: Mapping[str, str]
@@ -33,6 +38,20 @@ class Plan:
     modules: Sequence[str] = ()
     commands: Sequence[Sequence[str]] = ()
     metrics_port: int = 0
+    programs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    show: Callable[[str], Show] | None = None
+    tell: Callable[[str], object] | None = None
+
+    @property
+    def processes(self) -> dict[str, Sequence[str]]:
+        """Commands of workers, then programs, by name."""
+        return {**_workers_of(self), **self.programs}
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Of `/metrics`, by the name of a worker or program."""
+        first = self.metrics_port
+        return {name: first and first + place for place, name in enumerate(self.processes)}
 
     def __str__(self) -> str:
         parts = [counted(self.groupers, "grouper"), counted(self.workers, "advantage worker")]
@@ -58,21 +77,23 @@ class Signals:
             os._exit(128 + number)
         self.number = signal.Signals(number)
         self._noted.set()
-        say(f"{self.number.name}: ending commands and workers")
+        say(
+            f"{self.number.name}: ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"
+        )
 
     def wait(self, seconds: float) -> bool:
         """Wait for a signal. Returns whether there was one."""
         return self._noted.wait(seconds)
 
 
-def run_machine(plan: Plan, signals: Signals, check_server: Callable[[], object]) -> int:
+def run_machine(plan: Plan, signals: Signals, look: Callable[[Crew], object]) -> int:
     """Start everything, look after it, end everything. Returns the exit status.
 
-    That is the status of the first command that fails, 0 when all have ended, and 128 and the number of a signal; 0 for
-    a signal without commands. check_server: called often; what it raises ends everything. Raises ProcessEndedError for
-    a worker that cannot be kept running.
+    That is the status of the first command that fails, 0 when all commands and programs have ended, and 128 and the
+    number of a signal; 0 for a signal without commands. look: called often; what it raises ends everything. Raises
+    ProcessEndedError for a worker or program that cannot be kept running.
     """
-    crew = _Crew(plan)
+    crew = Crew(plan)
     ending = signal.SIGTERM
     try:
         crew.start()
@@ -81,46 +102,52 @@ def run_machine(plan: Plan, signals: Signals, check_server: Callable[[], object]
                 assert signals.number is not None
                 ending = signals.number
                 return 128 + ending if plan.commands else 0
-            check_server()
-            crew.look_after_workers()
-            status = crew.status_of_commands()
+            look(crew)
+            crew.look_after()
+            status = crew.status
             if status is not None:
                 return status
     finally:
         crew.end(ending)
 
 
-class _Crew:
-    """Workers and commands."""
+class Crew:
+    """Workers, programs and commands."""
 
     def __init__(self, plan: Plan) -> None:
         self._commands = _kept_commands(plan)
-        self._workers = []
-        for place, (name, words) in enumerate(_workers_of(plan)):
-            port = plan.metrics_port and plan.metrics_port + place
+        self._programs = plan.programs.keys()
+        self._tell = plan.tell
+        self.workers: dict[str, Worker] = {}
+        """Workers, then programs, by name."""
+        for name, command in plan.processes.items():
+            port = plan.ports[name]
             environment = {**plan.environment, "STREAMADV_METRICS_PORT": str(port)}
-            self._workers.append(Worker(name, words, environment, _prefixed(name, 2)))
+            show = plan.show(name) if plan.show else _prefixed(name, 2)
+            self.workers[name] = Worker(name, command, environment, show, until_done=name in plan.programs)
 
     def start(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers.values():
             worker.start()
         for command in self._commands:
             command.start()
 
-    def look_after_workers(self) -> None:
+    def look_after(self) -> None:
         """Start again what has ended, when it is due. Raises ProcessEndedError."""
-        for worker in self._workers:
+        for worker in self.workers.values():
             if news := worker.look_after():
-                say(news)
+                (self._tell or say)(news)
 
-    def status_of_commands(self) -> int | None:
-        """The status of the first command that failed; 0 when all have ended; None while some run, or without any."""
+    @property
+    def status(self) -> int | None:
+        """Of the first command that failed; 0 once commands and programs have ended; None before, and without any."""
         statuses = [command.exit_status for command in self._commands]
         for command, status in zip(self._commands, statuses, strict=True):
             if status:
                 say(f"{command.name} ended with status {status}")
                 return status
-        return 0 if statuses and None not in statuses else None
+        ended = [status == 0 for status in statuses] + [self.workers[name].done for name in self._programs]
+        return 0 if ended and all(ended) else None
 
     def end(self, number: signal.Signals) -> None:
         """Commands first, by the signal that was given; workers then finish what is in hand."""
@@ -128,9 +155,9 @@ class _Crew:
             command.send(number)
         for command in self._commands:
             command.wait()
-        for worker in self._workers:
+        for worker in self.workers.values():
             worker.terminate()
-        for worker in self._workers:
+        for worker in self.workers.values():
             worker.wait()
 
 
@@ -139,14 +166,14 @@ def say(text: str) -> None:
     os.write(2, f"{logs.announcement(text, 'machine', who='up')}\n".encode())  # signal handlers call this
 
 
-def _workers_of(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Their names, and what follows `streamadv worker` on their command lines."""
+def _workers_of(plan: Plan) -> dict[str, list[str]]:
+    """Their names and commands."""
     imports = [word for module in plan.modules for word in ("--import", module)]
-    workers = []
+    workers = {}
     for stage, number, more in (("grouper", plan.groupers, []), ("advantage", plan.workers, imports)):
         for index in range(number):
             name = stage if number == 1 else f"{stage}-{index}"
-            workers.append((name, [stage, *more]))
+            workers[name] = worker_command([stage, *more])
     return workers
 
 

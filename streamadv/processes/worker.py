@@ -1,4 +1,4 @@
-"""A worker process that is started again when it has ended."""
+"""A worker, or a program, that is started again when it has ended."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ MOST_ENDS: Final = 8
 
 
 class Worker:
-    """One `streamadv worker`. Start it from a thread that lives as long as the process, see `Kept`.
+    """One process. Start it from a thread that lives as long as the process, see `Kept`.
 
-    words: what follows `streamadv worker` on its command line. show: called in threads with each line of its output and
-    whether that is of stderr.
+    show: called in threads with each line of its output and whether that is of stderr. until_done: not started again
+    once it has ended with status 0.
     """
 
     def __init__(
         self,
         name: str,
-        words: Sequence[str],
+        command: Sequence[str],
         environment: Mapping[str, str],
         show: Callable[[str, bool], object],
+        until_done: bool = False,
     ) -> None:
         self.name = name
-        self._process = Kept(name, [sys.executable, "-m", "streamadv", "worker", *words], environment, show)
+        self._process = Kept(name, command, environment, show)
+        self._until_done = until_done
+        self.done = False
         self.starts = 0
         self._started = 0.0
         self._ends = 0  # in a row, without WORKED_S in between
@@ -47,6 +50,12 @@ class Worker:
     def waits(self) -> bool:
         """Whether it has ended and is started again later."""
         return self._due is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Of its keeper, while it runs."""
+        runs = self._process.exit_status is None
+        return self._process.pid if runs else None
 
     def start(self) -> None:
         self._process.start()
@@ -59,6 +68,8 @@ class Worker:
         Raises ProcessEndedError for a worker that refuses to start, or keeps ending.
         """
         now = clock.now()
+        if self.done:
+            return None
         if self._due is not None:
             if now >= self._due:
                 self.start()
@@ -67,12 +78,19 @@ class Worker:
         if status is None:
             return None
         self._process.wait()
+        if status == 0 and self._until_done:
+            self.done = True
+            return None
         self._ends = 1 if now - self._started >= WORKED_S else self._ends + 1
         if self._ends >= MOST_ENDS or (status in REFUSALS and self.starts == 1):
             raise ProcessEndedError(f"{self.name} ended with status {status}: its last lines say why")
         delay = min(LONGEST_S, FIRST_S * 2.0 ** (self._ends - 1))
         self._due = now + delay
         return f"{self.name} ended with status {status}, is started again in {delay:g} s"
+
+    def kill(self) -> None:
+        """As if its machine had died."""
+        self._process.kill()
 
     def terminate(self) -> None:
         """Ask it to end: it finishes what is in hand, and gives back what it has only read."""
@@ -81,3 +99,8 @@ class Worker:
     def wait(self) -> None:
         """Wait until it has ended. Call `terminate` before."""
         self._process.wait()
+
+
+def worker_command(words: Sequence[str]) -> list[str]:
+    """Of one `streamadv worker`. words: what follows on its command line."""
+    return [sys.executable, "-m", "streamadv", "worker", *words]

@@ -12,7 +12,7 @@ asyncio producer only carry the requests out. In reading order:
 - `next_group.py`: the admission that travels with a push.
 - `slots.py`: what this process knows of the slots of a group; `base_group.py`, `group.py`, `async_group.py`: groups and
   rollouts; `failures.py`: why rollouts failed.
-- `plain_records.py`: records that need no model; `extra_columns.py`: extra columns as the run has them. `encode.py`,
+- `records.py`: what is pushed, read by hand; `extra_columns.py`: extra columns as the run has them. `encode.py`,
   `push.py`, `resend.py`: what a push sends, in slices, and again to a server that has lost it; `together.py`,
   `sender.py`: several pushes in one call, of one caller or of many tasks.
 """

@@ -6,16 +6,16 @@ The decision itself is made in Lua: `lua/lib/admit.lua`.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from .. import metrics, tracing
+from .. import doors, metrics, tracing
 from ..errors import GroupEndedError
 from ..messages import log_fields
 from ..store.reasons import Reason
+from ..store.replies import as_count
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
@@ -34,7 +34,7 @@ from .replies import (
 )
 from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, Steps
 from .resend import ResendWindow
-from .tickets import GroupSpec, Ticket, new_group_id
+from .tickets import GroupSpec, PushResult, Ticket, new_group_id
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ ADMISSION_WAIT_S: Final = 0.005
 class BeginCall:
     """One call of `begin`: by its nonce the server knows which group it opened."""
 
-    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
+    nonce: str = field(default_factory=lambda: doors.random_bytes(8).hex())
     wanted: bool = True  # whether the caller still waits
 
 
@@ -58,7 +58,7 @@ class Admission:
     def __init__(self, membership: Membership, resend: ResendWindow) -> None:
         self._membership = membership
         self._resend = resend
-        self._not_admitted = Blocked(membership.who, "not admitted")  # of all threads and tasks together
+        self._not_admitted = Blocked(membership.who, "not admitted", membership.run)  # of all threads, tasks
         self._has_warned_unpaced = False
         self._has_said_sizes = False
         self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
@@ -92,12 +92,13 @@ class Admission:
             reason = refusal(reply, shard)
             wait.because(reason)
             if wait.expired:
-                raise busy_error(reason, request.timeout)
-            delay = wait.delay()
+                raise busy_error(reason, self._membership.run, request.timeout)
+            delay, keys = wait.delay(), self._membership.keys_of(spec.group_id)
+            knows_none = reply is OUT_OF_MEMORY  # else an announcement from before would end the pause
             with metrics.wait(STAGE):
-                yield AdmissionPause(delay, self._membership.keys_of(spec.group_id), announcement(reply))
+                yield Pause(delay) if knows_none else AdmissionPause(delay, keys, announcement(reply))
             if not call.wanted:
-                raise busy_error(reason)
+                raise busy_error(reason, self._membership.run)
             spec = spec if has_given_id else spec._replace(group_id=new_group_id())
 
     def check(self, request: GroupRequest) -> GroupSpec:
@@ -149,10 +150,11 @@ class Admission:
         """The ticket of slot 0 of a group that a reply of `begin` says is open."""
         _, epoch, version, slots, slot_bytes, weights = reply
         self._membership.note_weights(weights)
-        self._say_sizes(int(slot_bytes or 0))
-        self._membership.version = model_version = int(version or 0)
-        counts = (spec.size, int(slots), int(epoch), model_version)
-        return Ticket(spec.group_id, 0, *counts, spec.data_source, dict(spec.metadata), spec.role)
+        self._say_sizes(as_count(slot_bytes))
+        self._membership.version = model_version = as_count(version)
+        counts = (spec.size, int(slots), as_count(epoch), model_version)
+        shared = (spec.data_source, dict(spec.metadata), spec.role)
+        return Ticket(spec.group_id, 0, *counts, *shared, deadline_s=spec.deadline_s, round=spec.round)
 
     def traced(self, ticket: Ticket, since: int) -> Ticket:
         """The ticket with the group's trace, if traces are recorded. since: `tracing.now()` when it was asked for."""
@@ -170,8 +172,8 @@ class Admission:
         """The reply of a script that has written into a group, which it opens if need be.
 
         call: makes one attempt, given the arguments of the admission. budget: the byte budget for a group that may be
-        new; None for one that was admitted before. waits: until the group is admitted; else raises Busy, except while
-        the server is above its maxmemory. Raises what `check_group_reply` raises.
+        new; None for one that was admitted before. waits: until the group is admitted; else raises Busy, though a group
+        that may be new waits while the server is above its maxmemory. Raises what `check_group_reply` raises.
         """
         wait: Wait | None = None
         groups_elsewhere: int | None = None
@@ -189,12 +191,12 @@ class Admission:
             if groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
                 counts = yield from self._groups_ahead()
                 groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
-            elif waits or reply is OUT_OF_MEMORY:
-                wait = wait or Wait(Blocked(self._membership.who, "a push waits"))
+            elif waits or (reply is OUT_OF_MEMORY and budget is not None):
+                wait = wait or Wait(Blocked(self._membership.who, "a push waits", self._membership.run))
                 yield from self.wait_for_room(wait, refusal(reply))
                 groups_elsewhere = None
             else:
-                raise busy_error(refusal(reply))
+                raise busy_error(refusal(reply), self._membership.run)
 
     def admission_wait(self, timeout: float | None) -> Wait:
         """The wait of a new group for admission, so many seconds at most."""
@@ -228,11 +230,12 @@ class Admission:
             budget = self._membership.max_bytes
             slot_bytes = max(1, min(slot_bytes, budget // spec.slots))
         deadline_ms = round((spec.deadline_s or manifest.group_deadline_s) * 1000)
-        group = f"{spec.role} {spec.size} {spec.slots} {deadline_ms} {spec.data_source or ''}"
+        role = spec.role if spec.round is None else f"{spec.role}/{spec.round}"
+        group = f"{role} {spec.size} {spec.slots} {deadline_ms} {spec.data_source or ''}"
         pacing = (groups_elsewhere, manifest.max_staleness, manifest.batch_groups)
         limits = (slot_bytes, budget, self._membership.shards, *pacing, int(is_new))
         words = ["-" if limit is None else str(limit) for limit in limits]
-        return [spec.group_id, group, self._membership.name, " ".join(words)]
+        return [spec.group_id, group, self._membership.owner, " ".join(words)]
 
     def _groups_ahead(self) -> Steps[list[int]]:
         """How many groups count in pacing, of each shard."""
@@ -258,6 +261,15 @@ class Admission:
         """The ticket that is kept for this call, once."""
         return self._ahead.pop(call.nonce, None)
 
+    @property
+    def unclaimed(self) -> int:
+        """How many groups a call may have opened that nobody waits for."""
+        return len(self._unclaimed)
+
+    def forget_ahead(self) -> None:
+        """The groups that are open ahead are those of the process that this one is a copy of."""
+        self._ahead.clear()
+
     def leave_ahead(self) -> None:
         """Nobody will ask for the groups that are open ahead: `withdraw` undoes them."""
         while self._ahead:
@@ -273,13 +285,17 @@ class Admission:
 
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
-        keys = self._membership.keys_of(group_id)
+        shard = self._membership.shard_of(group_id)
         check_deadline(deadline_s)
         milliseconds = round((deadline_s or self._membership.manifest.group_deadline_s) * 1000)
-        reply = yield script_call(
-            "touch", keys, [group_id, milliseconds, self._membership.name], group=group_id
-        )
-        return bool(reply)
+        first = self._touch(group_id, milliseconds)
+        result = yield from self._resend.send(shard, first, self._touch, group_id, milliseconds)
+        return bool(result.codes)
+
+    def _touch(self, group_id: str, milliseconds: int) -> Steps[PushResult]:
+        args = [group_id, milliseconds, self._membership.owner]
+        reply = yield script_call("touch", self._membership.keys_of(group_id), args, group=group_id)
+        return PushResult(["touched"] * reply)
 
     def _say_sizes(self, slot_bytes: int) -> None:
         """Log once how many rollouts may be open. slot_bytes: what is reserved for one."""
@@ -307,8 +323,10 @@ class Admission:
         self._has_warned_unpaced = True
         logger.warning(
             "run %s has no trainer yet: until one starts only max_bytes (%d) limits how many groups are begun, "
-            "all at version 0; `streamadv runs create --batch-groups N --max-staleness N` paces them until then",
+            "all at version 0; `streamadv runs create --batch-groups N --max-staleness N --run %s` paces them until "
+            "then",
             self._membership.run,
             self._membership.max_bytes * self._membership.shards,
+            self._membership.run,
             extra=log_fields("unpaced", run=self._membership.run, role="producer"),
         )

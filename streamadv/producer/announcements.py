@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Awaitable
 from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
-from .. import clock
+from .. import clock, doors
+from ..forks import renewed_at_fork
 from ..messages import one_line
 from ..store.connection import AsyncConnection, Connection
 from ..store.reasons import Reason
@@ -88,12 +88,12 @@ def _rest_of_block(started: float) -> float:
 class Announcements:
     """For threads. While somebody waits for a shard, a daemon thread listens to it."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._changed = threading.Condition()  # guards what is below
+    def __init__(self, connection: Connection, run: str) -> None:
+        self._connection, self._run = connection, run
+        self._changed = renewed_at_fork(doors.Condition())  # guards what is below
         self._streams: dict[str, _Stream] = {}
         self._listened_to: set[str] = set()
-        self._closing = threading.Event()
+        self._closing = renewed_at_fork(doors.Event())
 
     def wait(self, key: str, after: bytes, seconds: float) -> None:
         """Return after so many seconds, or once there is an entry after this one, or at the end."""
@@ -104,7 +104,7 @@ class Announcements:
             stream.waiting += 1
             if key not in self._listened_to:
                 self._listened_to.add(key)
-                threading.Thread(
+                doors.Thread(
                     target=self._listen, args=(stream,), name="streamadv-admission", daemon=True
                 ).start()
             try:
@@ -121,7 +121,7 @@ class Announcements:
             self._changed.notify_all()
 
     def _listen(self, stream: _Stream) -> None:
-        outage = Outage(STAGE)
+        outage = Outage(STAGE, self._run)
         while self._is_needed(stream):
             started = clock.now()
             try:
@@ -150,8 +150,8 @@ class Announcements:
 class AsyncAnnouncements:
     """For tasks of one event loop. While somebody waits for a shard, a task listens to it."""
 
-    def __init__(self, connection: AsyncConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: AsyncConnection, run: str) -> None:
+        self._connection, self._run = connection, run
         self._streams: dict[str, _Stream] = {}
         self._listeners: dict[str, asyncio.Task[None]] = {}
         self._news: dict[str, asyncio.Future[None]] = {}  # done with the next entry
@@ -182,7 +182,7 @@ class AsyncAnnouncements:
         await asyncio.gather(*listeners, return_exceptions=True)
 
     async def _listen(self, stream: _Stream) -> None:
-        outage = Outage(STAGE)
+        outage = Outage(STAGE, self._run)
         try:
             while stream.waiting:
                 started = clock.now()

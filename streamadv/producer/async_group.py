@@ -124,12 +124,12 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
         """Await `play(rollout, *args, **kwargs)` for each rollout that has not ended, all at once.
 
         Returns what the calls returned, None for those that failed. An exception that `play` raises fails its rollout
-        alone, and so does returning without push or fail (`not_pushed`); a call that somebody else cancels is a
-        cancelled rollout. `failures` has the reasons.
+        alone, and so does a record that `push` refuses (TrajectoryError), and returning without push or fail
+        (`not_pushed`); a call that somebody else cancels is a cancelled rollout. `failures` has the reasons.
 
-        Raises, after all rollouts have ended, an error of streamadv, or an exception that all rollouts of the group (or
-        three groups of one rollout in a row) raised at the same line. Cancellation cancels the calls and what has not
-        ended.
+        Raises, after all rollouts have ended, any other error of streamadv, or an exception that all rollouts of the
+        group (or three groups of one rollout in a row) raised at the same line. Cancellation cancels the calls and what
+        has not ended.
         """
         played = self._to_play()
         calls = [

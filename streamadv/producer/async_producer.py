@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from ..errors import RunEndedError, StreamadvError
 from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
-from ..store.retry import RETRYABLE
+from ..store.replies import as_whole
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
@@ -20,21 +20,10 @@ from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .encode import Push
-from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .next_group import NextGroup
-from .requests import (
-    ATTEMPT_ERRORS,
-    AdmissionPause,
-    Attempt,
-    Memory,
-    Pause,
-    ServerIds,
-    Steps,
-    T,
-    attempts,
-    never_closed,
-)
+from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .sender import Sender
 from .slots import Slots
 from .tickets import PushResult, Ticket
@@ -53,7 +42,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         self._connection = connection
         self._logic = logic
         self._sender = Sender(self._call)
-        self._announcements = AsyncAnnouncements(connection)
+        self._announcements = AsyncAnnouncements(connection, logic.membership.run)
         self._heart: asyncio.Task[None] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # set once it is closed and no call is under way
@@ -75,22 +64,26 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
 
     async def close(self) -> None:
         """As `Producer.close`."""
-        if self._heart is None or self._logic.membership.closed:
+        membership = self._logic.membership
+        if self._heart is None or membership.closed:
             return
-        self._logic.membership.closed = True
-        if self._logic.membership.is_forked:
+        membership.closed = True
+        if membership.is_forked:
             return
         self._over.set_result(None)
         self._heart.cancel()
         try:
-            with suppress(asyncio.CancelledError):
-                await self._heart
-            if self._under_way:
-                await asyncio.wait({asyncio.create_task(self._idle.wait())}, timeout=CLOSE_S)
-            self._heart = None
-            with suppress(*RETRYABLE):  # if it is lost, the producer expires by its missed heartbeats
-                await self._carry_through(self._logic.goodbye(), patient=False, closed=True)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await asyncio.wait({self._heart})
+                    if self._under_way:
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(CLOSE_S):
+                                await self._idle.wait()
+                    await self._carry_through(self._logic.leave(), False, membership.check_leaving)
         finally:
+            self._heart = None
+            self._logic.end()
             await self._disconnect()
 
     def _begin(self, request: GroupRequest) -> BeginGroup:
@@ -128,7 +121,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
 
     async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """As `Producer.push`."""
-        return await self._drive(self._logic.pushes.push(trajectories))
+        return await self._drive(self._logic.pushes.push_trajectories(trajectories))
 
     async def push_many(
         self,
@@ -162,7 +155,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         membership = self._logic.membership
         membership.check_open()
         value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
-        return None if value is None else int(value)
+        return as_whole(value)
 
     async def wait_for_weights(self) -> Weights:
         """As `Producer.wait_for_weights`."""
@@ -192,7 +185,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         membership.check_open()
         self._under_way += 1
         try:
-            return await self._carry_through(steps, patient)
+            return await self._carry_through(steps, patient, membership.check_open)
         except Exception as error:
             if not isinstance(error, StreamadvError):
                 membership.check_open()  # else its connection was closed under it
@@ -205,10 +198,9 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
                 if self._heart is None:
                     await self._disconnect()
 
-    async def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
+    async def _carry_through(self, steps: Steps[T], patient: bool, check_open: Callable[[], None]) -> T:
         """As `Producer._carry_through`."""
-        check_open = never_closed if closed else self._logic.membership.check_open
-        requests = attempts(steps, check_open, patient=patient)
+        requests = attempts(steps, check_open, self._logic.membership.run, patient=patient)
         reply: Any = None
         while True:
             try:
@@ -218,7 +210,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
                 return result
             try:
                 reply = await self._carry_out(request)
-            except ATTEMPT_ERRORS as error:
+            except Exception as error:
                 reply = error
 
     async def _pause(self, seconds: float) -> None:
@@ -228,6 +220,8 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     async def _carry_out(self, request: Attempt) -> Any:
         if isinstance(request, Pause):
             return await self._pause(request.seconds)
+        if isinstance(request, Rest):
+            return await asyncio.sleep(request.seconds)
         if isinstance(request, AdmissionPause):
             key, after = request.keys.admission, request.after
             return await self._announcements.wait(key, after, request.seconds, self._over)

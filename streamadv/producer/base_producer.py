@@ -29,6 +29,11 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             state = "not connected"
         return f"{type(self).__name__}(run={member.run!r}, name={member.name!r}, version={member.version}, {state})"
 
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self._logic.membership.run
+
     def begin_group(
         self,
         size: int,
@@ -40,6 +45,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         redundancy: int | None = None,
         timeout: float | None = None,
         role: str = "train",
+        round: str | None = None,
     ) -> GroupT:
         """Admit a group of `size` rollouts of one prompt, and get its tickets.
 
@@ -57,6 +63,9 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             timeout: seconds to wait for admission; None = for ever, 0 = ask once.
             role: train, or eval: its rollouts measure a policy version and are never trained on. Evaluation groups
                 count in the byte budget and not in pacing; `streamadv evals` has what they show.
+            round: of role eval: the name of the round that the group is part of, such as "step-100", at most 200
+                characters without spaces. What a round shows stays together, whatever versions its groups were played
+                with; without a name it is split by version.
 
         Raises:
             Busy: not admitted within `timeout`.
@@ -65,7 +74,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             TrajectoryError, SettingError: a wrong argument, or a group larger than the run's whole byte budget.
         """
         return self._begin(
-            GroupRequest(size, group_id, data_source, metadata, deadline_s, redundancy, timeout, role)
+            GroupRequest(size, group_id, data_source, metadata, deadline_s, redundancy, timeout, role, round)
         )
 
     #: `begin_group` for use in a with block: on leaving it, rollouts not pushed are failed.
@@ -81,6 +90,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         redundancy: int | None = None,
         timeout: float | None = None,
         role: str = "train",
+        round: str | None = None,
         ahead: int = 1,
     ) -> GroupsT:
         """Groups until the trainer ends the run, each begun as by `begin_group` when the iterator is asked for it.
@@ -96,7 +106,9 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         """
         if ahead not in (0, 1):
             raise SettingError(f"ahead is {brief(ahead)}, needs 0 or 1")
-        request = GroupRequest(size, None, data_source, metadata, deadline_s, redundancy, timeout, role)
+        request = GroupRequest(
+            size, None, data_source, metadata, deadline_s, redundancy, timeout, role, round
+        )
         return self._groups(NextGroup(self._logic.admission, request), ahead)
 
     @property

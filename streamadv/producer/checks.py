@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, NamedTuple
@@ -11,13 +12,14 @@ from typing import Any, Final, NamedTuple
 from ..errors import SettingError, TrajectoryError
 from ..messages import brief
 from ..run.manifest import MAX_DEADLINE_S
+from ..trajectory.checked import Checked
 from ..trajectory.columns import OUTPUT_COLUMNS
-from ..trajectory.fields import is_plain
+from ..trajectory.fields import MAX_SHORT_TEXT, is_plain
 from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
-from .plain_records import is_plain_group
 from .tickets import ANY_SLOT, GROUP_ROLES, GroupSpec, Ticket, new_group_id
 
 MAX_METADATA_BYTES: Final = 1 << 16
+_PLAIN_ID: Final = re.compile(r"[!-|~]{1,200}")
 #: Fields of a record that None says something of; any other that is None is as not given.
 MAY_BE_NONE: Final = frozenset(("reward", "model_version"))
 
@@ -33,6 +35,7 @@ class GroupRequest(NamedTuple):
     redundancy: int | None
     timeout: float | None
     role: str = Role.TRAIN
+    round: str | None = None
 
 
 def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
@@ -50,10 +53,12 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
     group_id = new_group_id() if request.group_id is None else request.group_id
     source, metadata = request.data_source, {} if request.metadata is None else request.metadata
-    if is_plain_group(group_id, source) and type(metadata) is dict and is_plain(metadata, depth=1):
+    is_plain_one = is_plain_group(group_id, source) and request.round is None
+    if is_plain_one and type(metadata) is dict and is_plain(metadata, depth=1):
         metadata = dict(metadata)
     else:
-        fields = {"group_id": group_id, "data_source": source, "metadata": metadata, "role": request.role}
+        fields = {"group_id": group_id, "data_source": source, "metadata": metadata}
+        fields |= {"role": request.role, "round": request.round}
         shared = parse_trajectory(
             {**fields, "group_size": request.size, "rollout_index": 0, "status": "failed"}, "group"
         )
@@ -63,7 +68,15 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
     check_deadline(request.deadline_s)
     check_seconds("timeout", request.timeout, zero=True)
     slots, role = request.size + redundancy, str(request.role)
-    return GroupSpec(group_id, request.size, slots, source, request.deadline_s, role, metadata)
+    deadline_s = None if request.deadline_s is None else float(request.deadline_s)
+    return GroupSpec(group_id, request.size, slots, source, deadline_s, role, request.round, metadata)
+
+
+def is_plain_group(group_id: Any, data_source: Any) -> bool:
+    """Whether these need no further checks."""
+    is_plain_id = type(group_id) is str and _PLAIN_ID.fullmatch(group_id) is not None
+    is_source = type(data_source) is str and len(data_source) <= MAX_SHORT_TEXT and data_source.isascii()
+    return is_plain_id and (data_source is None or is_source)
 
 
 def check_score(
@@ -114,6 +127,11 @@ def check_records(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Tic
                 f"record {position} belongs to group {trajectory.group_id} of {trajectory.group_size}, "
                 f"not {ticket.group_id} of {ticket.group_size}"
             )
+        if trajectory.round not in (None, ticket.round):
+            raise TrajectoryError(
+                f"record {position}: round is {brief(trajectory.round)}, group {ticket.group_id} was begun with "
+                f"{brief(ticket.round)}: give it to producer.group"
+            )
         index = trajectory.rollout_index
         if index >= ticket.slots:
             raise TrajectoryError(
@@ -130,14 +148,14 @@ def check_records(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Tic
     return trajectories
 
 
-def check_roles(trajectories: Sequence[Trajectory], role: str | None = None) -> str:
+def check_roles(trajectories: Sequence[Checked], role: str | None = None) -> str:
     """The role of the group that trajectories may be in together; role: the one it has, None = not known.
 
     Raises TrajectoryError for eval beside train or baseline.
     """
-    role = role or (Role.EVAL if trajectories[0].role is Role.EVAL else Role.TRAIN)
+    role = role or (Role.EVAL if trajectories[0].role == Role.EVAL else Role.TRAIN)
     for trajectory in trajectories:
-        if (trajectory.role is Role.EVAL) != (role == Role.EVAL):
+        if (trajectory.role == Role.EVAL) != (role == Role.EVAL):
             raise TrajectoryError(
                 f"role is {trajectory.role} in trajectory {trajectory.group_id}/{trajectory.rollout_index}, its group "
                 f"has role {role}: evaluate in groups of their own, begun with role='eval'"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple, TypeVar
 
+from .. import doors
 from ..store.calls import Companion
 from ..store.keys import ShardKeys
 from ..store.resp import Payloads
@@ -79,7 +79,7 @@ class Push(NamedTuple):
                 key = ""
                 if packet.size:
                     # A new key for each attempt: the server may have registered one whose reply was lost.
-                    key = self.keys.payload(os.urandom(12).hex())
+                    key = self.keys.payload(doors.random_bytes(12).hex())
                     payloads.append((key, packet.fields))
                 indices = packet.indices
                 is_gapless = indices[-1] - indices[0] == len(indices) - 1

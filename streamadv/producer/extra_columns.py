@@ -13,14 +13,15 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import TrajectoryError
+from ..trajectory.checked import Checked, CheckedRow
 from ..trajectory.columns import cast_array
-from ..trajectory.schema import Column, Row, Trajectory
+from ..trajectory.schema import Column
 
 #: What lists of Python's numbers become.
 _OF_LISTS: Final = frozenset(("<i8", "<f8"))
 
 
-def kinds_of(trajectories: Sequence[Trajectory]) -> dict[str, str]:
+def kinds_of(trajectories: Sequence[Checked]) -> dict[str, str]:
     """What a first push of these fixes for each extra column, as JSON of [dtype, shape of an entry, per token].
 
     Where they differ, that is what one of them states, else what one shows that has not an entry per token: another may
@@ -37,7 +38,7 @@ def kinds_of(trajectories: Sequence[Trajectory]) -> dict[str, str]:
     }
 
 
-def conform(trajectory: Trajectory, kinds: Mapping[str, str], run: str) -> Trajectory:
+def conform(trajectory: Checked, kinds: Mapping[str, str], run: str) -> Checked:
     """`trajectory` with its extra columns as the run has them. Raises TrajectoryError for one that cannot be so.
 
     kinds: of the manifest.
@@ -47,11 +48,11 @@ def conform(trajectory: Trajectory, kinds: Mapping[str, str], run: str) -> Traje
     except ValueError as error:
         where = f"group {trajectory.group_id}, rollout {trajectory.rollout_index}"
         raise TrajectoryError(f"{where}: {error}") from None
-    return trajectory.model_copy(update={"rows": rows})
+    return trajectory._replace(rows=rows)
 
 
-def _conform_row(row: Row, kinds: Mapping[str, str], run: str) -> Row:
-    changed = {}
+def _conform_row(row: CheckedRow, kinds: Mapping[str, str], run: str) -> CheckedRow:
+    extras = {}
     for name, column in row.extras.items():
         if name not in kinds:
             raise ValueError(
@@ -64,9 +65,8 @@ def _conform_row(row: Row, kinds: Mapping[str, str], run: str) -> Row:
                 f"extra column {name} has {_in_words(_kind(column))}, run {run} has {_in_words(kind)} since its first "
                 f"push: {_remedy(name, column, kind)}"
             )
-        if fitting is not column:
-            changed[name] = fitting
-    return row.model_copy(update=changed) if changed else row
+        extras[name] = fitting
+    return row._replace(extras=extras)
 
 
 def _kind(column: Column) -> list[Any]:

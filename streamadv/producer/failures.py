@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .. import clock
-from ..errors import StreamadvError
+from ..errors import StreamadvError, TrajectoryError
+from ..forks import renewed_at_fork
 from ..messages import log_fields, one_line, place_of
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Failures:
     """The failed rollouts of one producer. Threads may share it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = renewed_at_fork(threading.Lock())
         self._unlogged: Counter[str] = Counter()  # reasons
         self._logged_at = -LOG_INTERVAL_S
         self._fault: _Fault | None = None  # of the last groups of one rollout, and how many had it in a row
@@ -78,12 +79,12 @@ class Failures:
     def exception_to_raise(self, outcomes: Sequence[Outcome]) -> BaseException | None:
         """The exception to raise after a group was played, if any.
 
-        That is an error of streamadv, or one that all rollouts of the group raised at the same line; for groups of one
-        rollout, one that ALIKE_GROUPS of them raised in a row.
+        That is an error of streamadv that is not of a record, or one that all rollouts of the group raised at the same
+        line of the user's code; for groups of one rollout, one that ALIKE_GROUPS of them raised in a row.
         """
         errors = [outcome.error for outcome in outcomes]
         for error in errors:
-            if isinstance(error, StreamadvError):
+            if isinstance(error, StreamadvError) and not isinstance(error, TrajectoryError):
                 return error
         faults = {_fault_of(error) for error in errors}
         fault = faults.pop() if len(faults) == 1 else None
@@ -98,16 +99,9 @@ class Failures:
         return errors[0]
 
 
-#: Type of an exception, and the line of code that raised it.
-_Fault = tuple[type, str, int]
+#: Type of an exception, and the user's line of code that it comes from.
+_Fault = tuple[type, str]
 
 
 def _fault_of(error: BaseException | None) -> _Fault | None:
-    if not isinstance(error, Exception):
-        return None
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return type(error), "", 0
-    return type(error), trace.tb_frame.f_code.co_filename, trace.tb_lineno
+    return (type(error), place_of(error)) if isinstance(error, Exception) else None

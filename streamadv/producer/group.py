@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import inspect
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -13,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
-from .. import tracing
+from .. import doors, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..messages import brief
 from ..store.retry import RETRYABLE
@@ -43,6 +42,10 @@ class Rollout(BaseRollout):
     def __init__(self, producer: Producer, slots: Slots, ticket: Ticket) -> None:
         super().__init__(slots, ticket)
         self._producer = producer
+
+    def _start(self) -> None:
+        self._producer._keep_heart()
+        super()._start()
 
     def push(
         self,
@@ -139,18 +142,19 @@ class Group(BaseGroup[Rollout]):
 
         threads: how many at a time (at most 64 by default; 1 = one after the other in this thread). Returns what the
         calls returned, None for those that failed. An exception that `play` raises fails its rollout alone, and so
-        does returning without push or fail (`not_pushed`); `failures` has the reasons.
+        does a record that `push` refuses (TrajectoryError), and returning without push or fail (`not_pushed`);
+        `failures` has the reasons.
 
-        Raises, after all rollouts have ended, an error of streamadv, or an exception that all rollouts of the group (or
-        three groups of one rollout in a row) raised at the same line. An interrupt cancels what has not ended; threads
-        that still play see `rollout.cancelled`.
+        Raises, after all rollouts have ended, any other error of streamadv, or an exception that all rollouts of the
+        group (or three groups of one rollout in a row) raised at the same line. An interrupt cancels what has not
+        ended; threads that still play see `rollout.cancelled`.
         """
         if inspect.iscoroutinefunction(play):
             raise SettingError("play is a coroutine function: run it with `async with Producer(...)`")
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise SettingError(f"threads is {brief(threads)}, needs a whole number of at least 1, or None")
         played = self._to_play()
-        waiting, stopped = deque(played), threading.Event()
+        waiting, stopped = deque(played), doors.Event()
 
         def work() -> None:
             while not stopped.is_set():
@@ -226,7 +230,7 @@ def _in_threads(work: Callable[[], None], count: int) -> None:
 
     The threads are daemons, so that what is still played after an interrupt does not keep the process from ending.
     """
-    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    ends: queue.SimpleQueue[BaseException | None] = doors.SimpleQueue()
 
     def body() -> None:
         try:
@@ -237,7 +241,7 @@ def _in_threads(work: Callable[[], None], count: int) -> None:
             ends.put(None)
 
     for _ in range(count):
-        threading.Thread(target=contextvars.copy_context().run, args=(body,), daemon=True).start()
+        doors.Thread(target=contextvars.copy_context().run, args=(body,), daemon=True).start()
     for _ in range(count):
         if (error := ends.get()) is not None:
             raise error

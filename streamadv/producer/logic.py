@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import logging
+import math
+from functools import partial
 from typing import Final
 
-from .. import metrics
-from ..errors import ManifestMismatchError, ProducerClosedError, RunEndedError
+from .. import clock, metrics
+from ..errors import ManifestMismatchError, ProducerClosedError, RunEndedError, StreamadvError
 from ..messages import log_fields
 from ..run.heartbeats import HEARTBEAT_S
 from ..run.manifest import RunSettings
-from ..store.retry import RETRYABLE
+from ..store.reasons import Reason
+from ..store.retry import SERVER_ERRORS, server_reason
 from ..store.waiting import Blocked, Wait
 from .admission import Admission
 from .failures import Failures
 from .membership import Membership, Weights
 from .push import Pushes
 from .replies import LOST_GROUPS_FIRST, NO_WEIGHTS
-from .requests import STAGE, Pause, Steps
+from .requests import STAGE, Pause, Rest, Steps
 from .resend import ResendWindow
 
 logger = logging.getLogger(__name__)
 
-#: Between heartbeats while the server has no room for what it has lost.
+#: Between heartbeats after one that failed, and while the server has no room for what it has lost.
 CATCH_UP_S: Final = 1.0
 #: How long closing a producer lets calls under way end by themselves.
 CLOSE_S: Final = 1.0
+#: How long closing a producer takes at most.
+LEAVE_S: Final = 5.0
+#: Between two tries to leave, at most.
+LEAVE_AGAIN_S: Final = 0.5
+NO_ANSWER: Final = Reason("server_hangs", "the server has not answered")
 #: What a heartbeat may raise.
-HEARTBEAT_ERRORS: Final[tuple[type[Exception], ...]] = (
-    *RETRYABLE,
-    ProducerClosedError,
-    ManifestMismatchError,
-)
+HEARTBEAT_ERRORS: Final = (StreamadvError, *SERVER_ERRORS)
 
 
 class ProducerLogic:
@@ -45,35 +49,53 @@ class ProducerLogic:
         self._resend = ResendWindow(resend_window)
         self.admission = Admission(self.membership, self._resend)
         self.pushes = Pushes(self.membership, self.admission, self._resend)
+        self._due = -math.inf  # the next heartbeat
+        self._has_failed = False  # the one before
+        self._unheard: Reason | None = NO_ANSWER  # why no server has heard that it leaves
 
     def open(self) -> Steps[None]:
         """Join the run and say so."""
         yield from self.membership.join()
-        yield from self.heartbeat()
+        yield from self._attend()
 
     def heartbeat(self) -> Steps[None]:
-        """Say that this producer is alive or finished; learn what has changed; send again what the server has lost."""
+        """What is done every few seconds: `_attend`, and find the byte budget."""
         self.failures.log()
-        yield from self.admission.withdraw()
-        yield from self.membership.agree()  # a setting that nobody had given may have been given since
-        yield from self.membership.send_heartbeat()
+        yield from self._attend()
         yield from self.membership.update_budget()
-        yield from self._resend.check(self.membership.manifest.keys.shards)
+
+    def _attend(self) -> Steps[bool]:
+        """Say that this producer is alive, send again what the servers have lost, say that it has finished or gone.
+
+        The home shard hears of it before another server has to answer. Returns whether the servers have all they were
+        sent: only then does the last word follow, because it lets the run end.
+        """
+        membership = self.membership
+        self._due = clock.now() + HEARTBEAT_S
+        yield from membership.send_heartbeat()
+        manifest = yield from membership.agree()  # a setting that nobody had given may have been given since
+        say_open = partial(membership.send_heartbeat, "open")
+        has_all = yield from self._resend.check(manifest.keys.shards, first=say_open)
+        if membership.finished or membership.closed:
+            self.admission.leave_ahead()  # the server has answered what was asked before the heartbeat
+        yield from self.admission.withdraw()
+        if has_all and membership.finished:
+            yield from membership.send_heartbeat("finished")
+            if not membership.finished:  # its "open" may have come before that
+                yield from membership.send_heartbeat("open")
+        elif has_all and membership.closed:
+            yield from membership.send_heartbeat("gone")
+        self._has_failed = False
+        return has_all
 
     def until_heartbeat(self) -> float:
         """Seconds to the next heartbeat, which also sends again what the server had no room for."""
-        return min(HEARTBEAT_S, CATCH_UP_S) if self._resend.behind else HEARTBEAT_S
+        seconds = max(0.0, self._due - clock.now())
+        # A server that was replaced has to hear of this producer within SETTLE_S.
+        return min(seconds, CATCH_UP_S) if self._has_failed or self._resend.behind else seconds
 
     def stops_heartbeat(self, error: Exception) -> bool:
         """Log that a heartbeat failed. Returns True if every further one would fail as well."""
-        if isinstance(error, RETRYABLE):
-            logger.warning(
-                "heartbeat of producer %s failed: %s",
-                self.membership.name,
-                error,
-                extra=log_fields("heartbeat_failed", run=self.membership.run, role="producer"),
-            )
-            return False
         if isinstance(error, ManifestMismatchError):
             logger.error(
                 "producer %s stops: %s",
@@ -81,11 +103,21 @@ class ProducerLogic:
                 error,
                 extra=log_fields("producer_stopped", run=self.membership.run, role="producer"),
             )
+        elif not isinstance(error, ProducerClosedError):
+            level, self._has_failed = logging.DEBUG if self._has_failed else logging.WARNING, True
+            logger.log(
+                level,
+                "heartbeat of producer %s failed: %s",
+                self.membership.name,
+                error,
+                extra=log_fields("heartbeat_failed", run=self.membership.run, role="producer"),
+            )
+            return False
         return True
 
     def wait_for_weights(self) -> Steps[Weights]:
         """Wait until a trainer has said where weights lie. Raises RunEndedError if it ends the run without."""
-        wait = Wait(Blocked(self.membership.who, "no weights"))
+        wait = Wait(Blocked(self.membership.who, "no weights", self.membership.run))
         while self.membership.weights is None:
             yield from self.membership.send_heartbeat()
             if self.membership.weights is None:
@@ -101,20 +133,43 @@ class ProducerLogic:
 
     def finish(self) -> Steps[None]:
         """Say that no more groups will come from this producer, once the server has all it was sent."""
-        wait = Wait(Blocked(self.membership.who, "not finished"))
-        while not (yield from self._resend.check(self.membership.manifest.keys.shards)):
+        self.membership.finished = True
+        wait = Wait(Blocked(self.membership.who, "not finished", self.membership.run))
+        while not (yield from self._attend()):
             wait.because(LOST_GROUPS_FIRST)
             yield Pause(wait.delay())
         wait.over()
-        self.membership.finished = True
-        self.admission.leave_ahead()
-        yield from self.heartbeat()
 
-    def goodbye(self) -> Steps[None]:
-        """Leave the run on a clean exit."""
+    def leave(self) -> Steps[None]:
+        """Say goodbye as a closed producer: `_attend` until the servers have all, for LEAVE_S at most."""
         self.failures.log(now=True)
-        if self.membership.is_joined:
-            yield from self.membership.send_heartbeat()  # the server has then answered all before it
-            self.admission.leave_ahead()
-            yield from self.admission.withdraw()
-            yield from self.membership.send_heartbeat("gone")  # last: until then it may be lost
+        if not self.membership.is_joined:
+            self._unheard = None
+        wait = Wait(
+            Blocked(self.membership.who, "not gone", self.membership.run), timeout=LEAVE_S, cap=LEAVE_AGAIN_S
+        )
+        while self.membership.is_joined and not wait.expired:
+            try:
+                if (yield from self._attend()):
+                    self._unheard = None
+                    return
+                self._unheard = LOST_GROUPS_FIRST
+            except HEARTBEAT_ERRORS as error:
+                self._unheard = server_reason(error)
+            yield Rest(wait.delay())
+
+    def end(self) -> None:
+        """Nothing more is sent: log what that leaves undone."""
+        self.membership.left = True
+        if self._unheard is None:
+            return
+        logger.warning(
+            "producer %s leaves run %s unheard: %s; calls that nobody sends again if the server has lost them: %d; "
+            "groups that nobody plays, open until their deadline: %d",
+            self.membership.name,
+            self.membership.run,
+            self._unheard.text,
+            self._resend.behind.total() if self._unheard is LOST_GROUPS_FIRST else self._resend.kept,
+            self.admission.unclaimed,
+            extra=log_fields("left_unheard", run=self.membership.run, role="producer"),
+        )

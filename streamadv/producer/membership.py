@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from .. import metrics
+from .. import doors, metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief, log_fields
 from ..run.budget import byte_budget
 from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
+from ..run.packets import is_group_id
 from ..store.keys import ShardKeys
+from ..store.replies import as_count, as_whole
 from ..store.scripts import script_call
 from ..trajectory.schema import Role
 from .requests import STAGE, Memory, Steps
 from .tickets import Ticket
 
 logger = logging.getLogger(__name__)
+
+#: Instance of a forked copy of a producer: earlier than all, it hears what they hear, and writes nothing.
+COPY: Final = -1
 
 
 class Weights(NamedTuple):
@@ -34,7 +38,7 @@ class Membership:
 
     def __init__(self, run: str, name: str | None, settings: RunSettings | None) -> None:
         self.run = run
-        self.name = name or f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.name = name or f"{os.uname().nodename}-{os.getpid()}-{doors.random_bytes(4).hex()}"
         self.who = f"{STAGE} {self.name}"
         metrics.begin_stage(STAGE, "producer")
         self.settings = given_settings(settings)
@@ -42,15 +46,19 @@ class Membership:
         self.version: int | None = None  # of the model, the newest published one as of the last heartbeat
         self.weights: Weights | None = None
         self.has_run_ended = False  # by its trainer, as of the last heartbeat
-        self.finished = False
+        self.finished = False  # as its user says; the list of producers may not have it yet
         self.closed = False
+        self.left = False  # nothing more is sent, not even a goodbye
         self._manifest: Manifest | None = None
         self._mismatch: ManifestMismatchError | None = None  # the run is another one now
         self._drop_after: int | None = None
         self._process = os.getpid()
-        # Of several producers of one name, the latest instance has the name.
-        self._instance: int | None = None
-        self._lost_name = False
+        self._instance: int | None = None  # of several producers of one name the latest has the name
+
+    @property
+    def owner(self) -> str:
+        """Whom a group notes that this producer plays."""
+        return f"{self.name} {self._instance or 0}"
 
     @property
     def is_forked(self) -> bool:
@@ -61,6 +69,11 @@ class Membership:
         """Raises ProducerClosedError once it is closed."""
         if self.closed:
             raise ProducerClosedError(f"producer {self.name} is closed: make another one")
+
+    def check_leaving(self) -> None:
+        """As `check_open`, for what a closed producer still has to say."""
+        if self.left:
+            raise ProducerClosedError(f"producer {self.name} has left run {self.run}")
 
     @property
     def manifest(self) -> Manifest:
@@ -84,17 +97,19 @@ class Membership:
         return len(self.manifest.keys.salts)
 
     def shard_of(self, group_id: str) -> int:
-        """Number of the group's shard. Raises TrajectoryError for an id that is no text."""
-        if not isinstance(group_id, str):
-            raise TrajectoryError(f"group_id is {brief(group_id)}, needs to be text")
+        """Number of the group's shard. Raises TrajectoryError for what is no id of a group."""
+        if not (isinstance(group_id, str) and is_group_id(group_id)):
+            needs = "1 to 200 characters without '}', blanks and control characters"
+            raise TrajectoryError(f"group_id is {brief(group_id)}, needs {needs}")
         return self.manifest.keys.shard_of(group_id)
 
     def keys_of(self, group_id: str) -> ShardKeys:
-        """The keys of the group's shard. Raises TrajectoryError for an id that is no text."""
+        """The keys of the group's shard. Raises TrajectoryError for what is no id of a group."""
         return self.manifest.keys.shard(self.shard_of(group_id))
 
     def join(self) -> Steps[None]:
         """Read or write the manifest, and find the byte budget. Raises SettingError, ManifestMismatchError."""
+        self._process = os.getpid()  # of a producer that was made before a fork and is opened after it
         memory = yield Memory()
         byte_budget(self.settings.max_bytes, memory)  # before other processes read it
         yield from self.agree()
@@ -139,33 +154,31 @@ class Membership:
         """A producer that had finished has more to push."""
         if self.finished:
             self.finished = False
-            yield from self.send_heartbeat()
+            yield from self.send_heartbeat("open")
 
-    def send_heartbeat(self, state: str = "open") -> Steps[None]:
-        """Write a heartbeat, and learn the newest model version.
+    def send_heartbeat(self, state: str = "") -> Steps[None]:
+        """Write a heartbeat, unless this is a forked copy, and learn the newest model version.
 
-        state: open, or gone: off the list of producers. One that has finished stays on it.
+        state: open, finished, or gone: off the list of producers. By default one that has finished stays so on a server
+        that has it so, and is open on one that has forgotten: a late copy of a heartbeat takes nothing back.
         """
-        if self.is_forked:
-            return
-        args = [
-            self.name,
-            "finished" if self.finished else state,
-            "" if self._instance is None else self._instance,
-        ]
+        name, is_forked = self.name, self.is_forked
+        args = [name, state, COPY if is_forked else "" if self._instance is None else self._instance]
         reply = yield script_call("heartbeat", self.manifest.keys.home, args)
         version, drop_after, instance, finished, weights = reply
         self.has_run_ended = finished == b"1"
         self.note_weights(weights)
         if version:
-            self.version = int(version)
-        self._drop_after = int(drop_after) if drop_after else None
+            self.version = as_count(version)
+        self._drop_after = as_whole(drop_after or None)
         if self._instance is None:
-            self._instance = int(instance)
-        elif int(instance) != self._instance and not self._lost_name:
-            self._lost_name = True
-            text = "another producer has taken the name %s on the list of producers"
-            logger.warning(text, self.name, extra=log_fields("name_taken", run=self.run, role="producer"))
+            self._instance = as_count(instance)
+        elif as_count(instance) != self._instance and name == self.name and not is_forked:
+            self.name = f"{name}-{self._instance}"
+            text = "another producer has taken the name %s: this one goes on as %s"
+            fields = log_fields("name_taken", run=self.run, role="producer")
+            logger.warning(text, name, self.name, extra=fields)
+            yield from self.send_heartbeat(state)
 
     def note_weights(self, text: bytes) -> None:
         """Weights as the scripts tell them: '<version> <URI>'; nothing else is known from an empty text."""

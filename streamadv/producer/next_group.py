@@ -10,6 +10,7 @@ from typing import Any
 from redis.exceptions import NoScriptError
 
 from .. import tracing
+from ..forks import renewed_at_fork
 from ..store.calls import Companion
 from ..store.scripts import ScriptCall
 from .admission import Admission, BeginCall
@@ -26,7 +27,7 @@ class _Asked:
         self._admission = admission
         self._spec = spec
         self._call = BeginCall()
-        self._lock = threading.Lock()
+        self._lock = renewed_at_fork(threading.Lock())
         self._is_answered = False
         self.since = tracing.now()
 
@@ -66,7 +67,7 @@ class NextGroup:
     def __init__(self, admission: Admission, request: GroupRequest) -> None:
         self._admission = admission
         self._request = request
-        self._lock = threading.Lock()
+        self._lock = renewed_at_fork(threading.Lock())
         self._asked: _Asked | None = None
         self._is_closed = False
 

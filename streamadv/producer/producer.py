@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import RunEndedError, StreamadvError
+from .. import doors
+from ..errors import ProducerClosedError, RunEndedError, StreamadvError
+from ..forks import renewed_at_fork
 from ..run.manifest import RunSettings
+from ..settings import run_name
 from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
-from ..store.retry import RETRYABLE
+from ..store.replies import as_whole
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .announcements import Announcements
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .group import Group, Rollout
-from .logic import CLOSE_S, HEARTBEAT_ERRORS, ProducerLogic
+from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .next_group import NextGroup
-from .requests import (
-    ATTEMPT_ERRORS,
-    AdmissionPause,
-    Attempt,
-    Memory,
-    Pause,
-    ServerIds,
-    Steps,
-    T,
-    attempts,
-    never_closed,
-)
+from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .resend import RESEND_WINDOW_S
 from .slots import Slots
 from .tickets import PushResult, Ticket
@@ -50,9 +42,9 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
 
     Args:
         connection: a URL, or a Connection that is left open.
-        run: name of the run; the first process of a run creates it.
+        run: name of the run; None = STREAMADV_RUN, else `default`. The first process of a run creates it.
         name: who this is among the run's producers, unique by default. A restarted producer of the same name takes the
-            place of its predecessor.
+            place of its predecessor, which goes on under another name if it is still there.
         settings: what this process wants the run to be created with.
         resend_window: seconds of pushes that are kept, at most 256 MiB, to be sent again to a server that comes back
             without its recent writes; 0 = none. Arrays are copied, but for columns of which one push brings 32 KiB or
@@ -62,20 +54,22 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
     def __init__(
         self,
         connection: str | Connection,
-        run: str = "default",
+        run: str | None = None,
         *,
         name: str | None = None,
         settings: RunSettings | None = None,
         resend_window: float = RESEND_WINDOW_S,
     ) -> None:
+        run = run_name(run)
         self._connection = Connection.of(connection)
         self._owned = isinstance(connection, str)
         self._logic = ProducerLogic(run, name, settings, resend_window)
-        self._closing = threading.Event()
-        self._announcements = Announcements(self._connection)
-        self._calls = threading.RLock()  # a signal handler may make calls, also between two steps of one
+        self._closing = renewed_at_fork(doors.Event())
+        self._announcements = Announcements(self._connection, run)
+        # A signal handler may make calls, also between two steps of one.
+        self._calls = renewed_at_fork(doors.RLock())
         self._under_way = 0
-        self._idle = threading.Event()  # set once it is closed and no call is under way
+        self._idle = renewed_at_fork(doors.Event())  # set once it is closed and no call is under way
         self._heart: threading.Thread | None = None
 
     def open(self) -> Self:
@@ -91,32 +85,40 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         except BaseException:
             self._disconnect()
             raise
-        self._heart = threading.Thread(target=self._beat, name="streamadv-heartbeat", daemon=True)
-        self._heart.start()
+        self._start_heart()
         return self
 
-    def close(self) -> None:
-        """Stop the heartbeat and disconnect. A producer that has not finished leaves the list of producers.
+    def _start_heart(self) -> None:
+        self._heart = doors.Thread(target=self._live, name="streamadv-heartbeat", daemon=True)
+        self._heart.start()
 
-        Calls of other threads that wait then, and all later ones, raise ProducerClosedError.
+    def _keep_heart(self) -> None:
+        """In a child of the process (fork), which has none of its threads, start the heartbeat again."""
+        with self._calls:
+            if self._heart is not None and not self._heart.is_alive() and self._logic.membership.is_forked:
+                self._logic.admission.forget_ahead()
+                self._start_heart()
+
+    def close(self) -> None:
+        """Send again what the server has lost, leave the list of producers unless it has finished, and disconnect.
+
+        That takes LEAVE_S seconds at most; what is left undone then is logged. Calls of other threads that wait then,
+        and all later ones, raise ProducerClosedError.
         """
         membership = self._logic.membership
         if self._heart is None or membership.closed:
             return
         membership.closed = True
-        if membership.is_forked:  # its threads, and the locks they hold, are the parent's
+        if membership.is_forked and not self._heart.is_alive():  # it has made no call here
             self._disconnect()
             return
         self._closing.set()
         self._announcements.close()
-        self._heart.join()
-        self._heart = None
-        if self._under_way:
-            self._idle.wait(CLOSE_S)
         try:
-            with suppress(*RETRYABLE):  # if it is lost, the producer expires by its missed heartbeats
-                self._carry_through(self._logic.goodbye(), patient=False, closed=True)
+            self._heart.join(LEAVE_S)
         finally:
+            self._heart = None
+            self._logic.end()
             self._disconnect()
 
     def _disconnect(self) -> None:
@@ -145,7 +147,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         Waits while the server is above its maxmemory. Raises Busy if the group is unknown and not admitted now,
         TrajectoryError for a wrong trajectory.
         """
-        return self._drive(self._logic.pushes.push(trajectories))
+        return self._drive(self._logic.pushes.push_trajectories(trajectories))
 
     def push_many(
         self, groups: Sequence[Sequence[Trajectory]], *, timeout: float | None = None
@@ -166,6 +168,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
 
     def rollout(self, ticket: Ticket) -> Rollout:
         """The rollout of a ticket, for instance one received from another process. Raises TrajectoryError."""
+        self._keep_heart()
         return Rollout(self, Slots.of_received(self._logic, ticket), ticket)
 
     def score(
@@ -194,7 +197,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         membership = self._logic.membership
         membership.check_open()
         value = self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
-        return None if value is None else int(value)
+        return as_whole(value)
 
     def wait_for_weights(self) -> Weights:
         """Wait until a trainer has said where weights lie, and return what `weights` has then: (version, URI).
@@ -208,13 +211,20 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         """This producer begins no more groups. When all have finished the run ends; a later push reopens it."""
         self._drive(self._logic.finish())
 
-    def _beat(self) -> None:
+    def _live(self) -> None:
+        """Send heartbeats until the producer is closed, then leave. `close` may have given up waiting for that."""
         while not self._closing.wait(self._logic.until_heartbeat()):
             try:
                 self._drive(self._logic.heartbeat(), patient=False)
             except HEARTBEAT_ERRORS as error:
                 if self._logic.stops_heartbeat(error):
-                    return
+                    self._closing.wait()
+        if self._under_way:
+            self._idle.wait(CLOSE_S)
+        with suppress(ProducerClosedError):
+            self._carry_through(self._logic.leave(), False, self._logic.membership.check_leaving)
+        if self._heart is None:
+            self._disconnect()
 
     def _drive(self, steps: Steps[T], patient: bool = True) -> T:
         """`_carry_through` as a call that `close` waits for; the last one to end disconnects once more."""
@@ -222,8 +232,9 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         with self._calls:
             membership.check_open()
             self._under_way += 1
+            self._keep_heart()
         try:
-            return self._carry_through(steps, patient)
+            return self._carry_through(steps, patient, membership.check_open)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
         except Exception as error:
@@ -239,10 +250,9 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
                         self._disconnect()
                     self._idle.set()
 
-    def _carry_through(self, steps: Steps[T], patient: bool, closed: bool = False) -> T:
-        """Carry out what the steps ask for. closed: also once the producer is closed."""
-        check_open = never_closed if closed else self._logic.membership.check_open
-        requests = attempts(steps, check_open, patient=patient)
+    def _carry_through(self, steps: Steps[T], patient: bool, check_open: Callable[[], None]) -> T:
+        """Carry out what the steps ask for."""
+        requests = attempts(steps, check_open, self._logic.membership.run, patient=patient)
         reply: Any = None
         while True:
             try:
@@ -252,7 +262,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
                 return result
             try:
                 reply = self._carry_out(request)
-            except ATTEMPT_ERRORS as error:
+            except Exception as error:
                 reply = error
 
     def _carry_out(self, request: Attempt) -> Any:
@@ -260,6 +270,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             return run_script(self._connection.scripts, request)
         if isinstance(request, Pause):
             return self._closing.wait(request.seconds)
+        if isinstance(request, Rest):
+            return doors.sleep(request.seconds)
         if isinstance(request, AdmissionPause):
             return self._announcements.wait(request.keys.admission, request.after, request.seconds)
         if isinstance(request, Memory):

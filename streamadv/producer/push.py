@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .. import metrics, tracing
+from .. import doors, metrics, tracing
 from ..errors import Busy, StreamadvError, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
+from ..trajectory.checked import Checked
 from ..trajectory.member_table import with_trace
-from ..trajectory.packet import REWARD, Packet
+from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
 from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
@@ -21,7 +21,6 @@ from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .extra_columns import conform, kinds_of
 from .membership import Membership
-from .plain_records import plain_packets
 from .replies import NO_ROOM, cancelled_slots, push_codes, unregistered
 from .requests import Steps
 from .resend import ResendWindow
@@ -38,26 +37,31 @@ class Pushes:
         self._resend = resend
         self._again = self._send_again  # one object for all that is kept
 
-    def push(self, trajectories: Sequence[Trajectory], ticket: Ticket | None = None) -> Steps[PushResult]:
+    def push(self, trajectories: Sequence[Checked], ticket: Ticket) -> Steps[PushResult]:
+        """Push trajectories of the ticket's group. Raises TrajectoryError."""
+        if not trajectories:
+            return PushResult([])
+        check_roles(trajectories, ticket.role)
+        spec = GroupSpec.of(ticket)._replace(data_source=trajectories[0].data_source)
+        packets = yield from self._encode(trajectories)
+        return (yield from self._send_all(spec, packets, ticket.epoch, None, ticket.trace))
+
+    def push_trajectories(self, trajectories: Sequence[Trajectory]) -> Steps[PushResult]:
         """Push trajectories of one group.
 
-        Without a ticket the group may be unknown: it is opened, or Busy raised. Raises TrajectoryError; an index that
-        the group would not have opens none.
+        The group may be unknown: it is opened, or Busy raised. Raises TrajectoryError; an index that the group would
+        not have opens none.
         """
         if not trajectories:
             return PushResult([])
         check_one_group(trajectories)
-        role = check_roles(trajectories, None if ticket is None else ticket.role)
-        redundancy = self._membership.manifest.redundancy if role == Role.TRAIN else 0
-        first = trajectories[0]
-        slots = ticket.slots if ticket is not None else first.group_size + redundancy
-        spec = GroupSpec(first.group_id, first.group_size, slots, first.data_source, role=role)
-        yield from self._check_rewards(trajectories)
-        trajectories = yield from self._with_extras(trajectories)
-        manifest = self._membership.manifest
-        packets = encode_packets(trajectories, manifest.max_trajectory_bytes, manifest.filter_by)
-        if ticket is not None:
-            return (yield from self._send_all(spec, packets, ticket.epoch, None, ticket.trace))
+        checked, first = [Checked.of(trajectory) for trajectory in trajectories], trajectories[0]
+        role = check_roles(checked)
+        slots = first.group_size + (self._membership.manifest.redundancy if role == Role.TRAIN else 0)
+        spec = GroupSpec(
+            first.group_id, first.group_size, slots, first.data_source, role=role, round=first.round
+        )
+        packets = yield from self._encode(checked)
         highest = max([trajectory.rollout_index for trajectory in trajectories])
         if highest < slots:
             budget = self._admission.budget_for_new(spec.group_id)
@@ -69,22 +73,19 @@ class Pushes:
                 f"rollout_index is {highest}, group {spec.group_id} has {slots} slots (0 to {slots - 1})"
             ) from None
 
-    def plain_packets(self, records: Sequence[Any], ticket: Ticket) -> list[Packet] | None:
-        """For `push_plain`; None if the records of the ticket's group are not all plain."""
+    def _encode(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Packet]]:
+        """Raises TrajectoryError."""
+        yield from self._check_rewards(trajectories)
+        trajectories = yield from self._with_extras(trajectories)
         manifest = self._membership.manifest
-        is_plain = manifest.filter_by == REWARD
-        return plain_packets(records, ticket, manifest.max_trajectory_bytes) if is_plain else None
-
-    def push_plain(self, packets: Sequence[Packet], ticket: Ticket) -> Steps[PushResult]:
-        """`push` of plain records: nobody has to bring their rewards, and they have no extra columns."""
-        return self._send_all(GroupSpec.of(ticket), packets, ticket.epoch, None, ticket.trace)
+        return encode_packets(trajectories, manifest.max_trajectory_bytes, manifest.filter_by)
 
     def push_many(
         self, groups: Sequence[Sequence[Trajectory]], timeout: float | None
     ) -> Steps[list[PushResult]]:
-        """`push` of each group's trajectories, in few calls. Waits up to `timeout` seconds for those refused.
+        """`push_trajectories` of each group, in few calls. Waits up to `timeout` seconds for those refused.
 
-        Raises Busy after it, and what `push` raises, once all others are pushed.
+        Raises Busy after it, and what `push_trajectories` raises, once all others are pushed.
         """
         check_seconds("timeout", timeout, zero=True)
         wait = self._admission.admission_wait(timeout)
@@ -92,7 +93,7 @@ class Pushes:
         missing: Sequence[int] = range(len(groups))
         has_waited = False
         while True:
-            found = yield from together([self.push(groups[number]) for number in missing])
+            found = yield from together([self.push_trajectories(groups[number]) for number in missing])
             outcomes |= zip(missing, found, strict=True)
             refusals = {number: item for number, item in outcomes.items() if isinstance(item, Busy)}
             if not refusals or wait.expired:
@@ -119,10 +120,12 @@ class Pushes:
         Raises TrajectoryError when there are fewer; those are cancelled nevertheless.
         """
         counts = [min(MAX_SLICE_MEMBERS, count - start) for start in range(0, count, MAX_SLICE_MEMBERS)]
-        calls = [(secrets.token_hex(8), part) for part in counts]  # under one nonce a call may be repeated
+        # Under one nonce a call may be repeated.
+        calls = [(doors.random_bytes(8).hex(), part) for part in counts]
         allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
         send = partial(self._send_cancels, GroupSpec.of(ticket), calls, allowed)
-        return (yield from self._send_and_remember(ticket.group_id, send(waits=True), send))
+        shard = self._membership.shard_of(ticket.group_id)
+        return (yield from self._resend.send(shard, send(waits=True), send))
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -144,18 +147,8 @@ class Pushes:
             reply = yield call
             return PushResult([reply.decode()])
 
-        result = yield from self._send_and_remember(group_id, send(), send)
+        result = yield from self._resend.send(self._membership.shard_of(group_id), send(), send)
         return result.codes[0]
-
-    def _send_and_remember(
-        self, group_id: str, first_send: Steps[PushResult], send: Callable[[], Steps[PushResult]]
-    ) -> Steps[PushResult]:
-        """Send something without payload, and keep how for a server that comes back without it."""
-        shard = self._membership.shard_of(group_id)
-        server_id = self._resend.server_of(shard)
-        result = yield from first_send
-        self._resend.remember(shard, server_id, 0, send)
-        return result
 
     def _send_all(
         self,
@@ -183,7 +176,7 @@ class Pushes:
                 codes |= yield from self._send(spec, part, epoch, budget, waits=budget is None)
                 size = sum([load_of(packet).size for packet in part])
                 kept = tuple([packet.frozen() for packet in part])
-                self._resend.remember(shard, server_id, size, self._again, spec[:6], kept, epoch)
+                self._resend.remember(shard, server_id, size, self._again, spec[:7], kept, epoch)
             return _result(packets, codes)
 
     def _send_again(
@@ -205,7 +198,7 @@ class Pushes:
             call = partial(self._attempt, waiting, epoch)
             reply = yield from self._admission.call_group_script(spec, call, budget, waits=waits)
             waiting = unregistered(waiting, push_codes(reply, waiting), codes)
-        metrics.producer_pushed(list(codes.values()))
+        metrics.producer_pushed()
         if refused := [position for position, code in codes.items() if code == "range"]:
             index_of: dict[int, int] = {}
             for packet in packets:
@@ -240,7 +233,7 @@ class Pushes:
                     f"{', '.join(map(str, indices)) or 'none'} cancelled now"
                 )
             part_codes = [after_end or "pushed"] * count
-            metrics.producer_pushed(part_codes)
+            metrics.producer_pushed()
             codes += part_codes
         return PushResult(codes, indices)
 
@@ -254,12 +247,12 @@ class Pushes:
 
         return cancelled_slots((yield from self._admission.call_group_script(spec, call, waits=waits)))
 
-    def _check_rewards(self, trajectories: Iterable[Trajectory]) -> Steps[None]:
+    def _check_rewards(self, trajectories: Sequence[Checked]) -> Steps[None]:
         """Raise TrajectoryError for a reward that nobody brings: it would keep its group open until the deadline."""
         waiting = [
             trajectory
             for trajectory in trajectories
-            if trajectory.reward is None and trajectory.waits_for_reward and not trajectory.reward_later
+            if trajectory.reward is None and trajectory.kind == "usable" and not trajectory.reward_later
         ]
         if waiting and not self._membership.manifest.scorers:  # some may have been named since
             yield from self._membership.agree()
@@ -272,7 +265,7 @@ class Pushes:
                 f"settings, or say reward_later=True and bring it with producer.score"
             )
 
-    def _with_extras(self, trajectories: Sequence[Trajectory]) -> Steps[Sequence[Trajectory]]:
+    def _with_extras(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Checked]]:
         """The trajectories with their extra columns as the run has them; new ones are fixed. Raises TrajectoryError."""
         manifest, kinds = self._membership.manifest, kinds_of(trajectories)
         if not kinds:
@@ -283,7 +276,7 @@ class Pushes:
 
 
 def _with_trace(packet: Packet, context: bytes) -> Packet:
-    return packet._replace(table=with_trace(packet.table, context)) if packet.table else packet
+    return packet._replace(table=with_trace(packet.table, context), parts=()) if packet.table else packet
 
 
 def _result(packets: Sequence[Packet], codes: Mapping[int, str]) -> PushResult:

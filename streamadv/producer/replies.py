@@ -51,7 +51,7 @@ def check_group_reply(reply: Reply, spec: GroupSpec) -> None:
             f"group {spec.group_id} is not begun: the trainer has ended the run; stop, or start a trainer on it again"
         )
     if reply[0] == b"mismatch":
-        size, role = int(reply[1]), reply[2].decode()
+        size, role = int(reply[1]), reply[2].decode(errors="replace")
         if size == spec.size:
             raise TrajectoryError(
                 f"role is {spec.role}, group {spec.group_id} is open with role {role}: evaluate in groups of their "
@@ -88,10 +88,10 @@ def refusal(reply: Reply, shard: int | None = None) -> Reason:
     )
 
 
-def busy_error(reason: Reason, timeout: float | None = None) -> Busy:
+def busy_error(reason: Reason, run: str, timeout: float | None = None) -> Busy:
     """Busy for a refusal, after `timeout` seconds of waiting."""
     waited = "" if timeout is None else f" after {timeout:g} s"
-    return Busy(f"not admitted{waited}: {reason}", (reason.name, reason.text))
+    return Busy(f"run {run}: not admitted{waited}: {reason.line(run)}", (reason.name, reason.text))
 
 
 def one_group(reply: Reply) -> Reply:

@@ -30,7 +30,13 @@ class GroupCall(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Wait so many seconds."""
+    """Wait so many seconds, or until the producer is closed."""
+
+    seconds: float
+
+
+class Rest(NamedTuple):
+    """Wait so many seconds, also once it is closed."""
 
     seconds: float
 
@@ -54,30 +60,26 @@ class ServerIds(NamedTuple):
 
 
 T = TypeVar("T")
-Attempt = ScriptCall | Push | Pause | AdmissionPause | Memory | ServerIds
+Attempt = ScriptCall | Push | Pause | Rest | AdmissionPause | Memory | ServerIds
 Request = Attempt | GroupCall
 Steps = Generator[Request, Any, T]
 
 OUT_OF_MEMORY: Final = [b"busy", b"maxmemory", b"0", b"0", b""]
-#: Errors of an attempt that the producers hand to `attempts`.
-ATTEMPT_ERRORS: Final[tuple[type[Exception], ...]] = (OutOfMemoryError, *RETRYABLE)
 
 
-def never_closed() -> None:
-    """For `attempts` of a producer that says goodbye."""
+def attempts(
+    steps: Steps[T], check_open: Callable[[], None], run: str, *, patient: bool
+) -> Generator[Attempt, Any, T]:
+    """Yield each request of `steps` as often as it takes; receives the reply or an exception.
 
-
-def attempts(steps: Steps[T], check_open: Callable[[], None], *, patient: bool) -> Generator[Attempt, Any, T]:
-    """Yield each request of `steps` as often as it takes; receives the reply or one of ATTEMPT_ERRORS.
-
-    Calls are repeated until the server answers. Impatient ones raise instead, except pushes of payloads: those are
-    always repeated. `check_open` is called before each attempt and raises to end the steps.
+    Calls are repeated until the server answers. Of an impatient one the steps hear that it does not, as of every other
+    error. `check_open` is called before each attempt and raises to end the steps.
     """
     outage: Outage | None = None  # made when there is one: most calls succeed at once
     reply: Any = None
     while True:
         try:
-            request = steps.send(reply)
+            request = steps.throw(reply) if isinstance(reply, Exception) else steps.send(reply)
         except StopIteration as stop:
             result: T = stop.value
             return result
@@ -90,10 +92,9 @@ def attempts(steps: Steps[T], check_open: Callable[[], None], *, patient: bool) 
             if isinstance(reply, OutOfMemoryError) and isinstance(request, GroupCall):
                 reply = OUT_OF_MEMORY
                 break
-            is_repeated = patient or (isinstance(attempt, Push) and attempt.load.size > 0)
-            if not isinstance(reply, RETRYABLE) or not is_repeated:
-                raise reply
-            outage = outage or Outage(STAGE)
+            if not isinstance(reply, RETRYABLE) or not patient:
+                break
+            outage = outage or Outage(STAGE, run)
             yield Pause(outage.delay_after(reply))
-        if outage is not None:
+        if outage is not None and not isinstance(reply, Exception):
             outage.over()

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from .. import clock
 from ..errors import Busy, NotPermittedError, StreamadvError
+from ..forks import renewed_at_fork
 from ..messages import log_fields
 from ..store.keys import ShardKeys
 from .requests import ServerIds, Steps
@@ -49,14 +50,33 @@ class ResendWindow:
         self._sent: deque[Sent] = deque()
         self._bytes = 0
         self._servers: Sequence[str | None] = ()
-        self._lock = threading.Lock()
+        self._lock = renewed_at_fork(threading.Lock())
         self._warned_short = False
-        self.behind: frozenset[int] = frozenset()
-        """Shards that had no room for something they have lost, as of the last check."""
+        self.behind: Counter[int] = Counter()
+        """Shards that had no room for something they have lost -> how many calls, as of the last check."""
+
+    @property
+    def kept(self) -> int:
+        """How many calls would be sent again to another server."""
+        return len(self._sent)
 
     def server_of(self, shard: int) -> str | None:
         """The shard's server as of the last check. Read it before sending, because another one may take over then."""
         return self._servers[shard] if self._servers else None
+
+    def send(
+        self,
+        shard: int,
+        first_send: Steps[PushResult],
+        send: Callable[..., Steps[PushResult]],
+        *what: Any,
+    ) -> Steps[PushResult]:
+        """Send something without payload, and `remember` it if that has changed anything."""
+        server_id = self.server_of(shard)
+        result = yield from first_send
+        if result.codes:
+            self.remember(shard, server_id, 0, send, *what)
+        return result
 
     def remember(
         self, shard: int, server_id: str | None, size: int, send: Callable[..., Steps[PushResult]], *what: Any
@@ -84,24 +104,27 @@ class ResendWindow:
                 extra=log_fields("resend_window_short", role="producer"),
             )
 
-    def check(self, shards: Sequence[ShardKeys]) -> Steps[bool]:
+    def check(self, shards: Sequence[ShardKeys], first: Callable[[], Steps[None]]) -> Steps[bool]:
         """Send again what another server may have lost; forget what this one has had for long enough.
 
-        False when the server had no room for some of it: check again.
+        first: what is to be done on other servers before anything is sent again. False when the server had no room for
+        some of it, or no memory: check again.
         """
         asked = clock.now()  # sending again may take long, and the servers may be others by then
         servers: Sequence[str | None] = yield ServerIds(shards)
-        self._servers = servers
         with self._lock:
             in_doubt = [sent for sent in self._sent if sent.server_id != servers[sent.shard]]
-        refused: list[int] = []
+        if in_doubt or servers != (self._servers or servers):
+            yield from first()
+        self._servers = servers
+        refused: Counter[int] = Counter()  # by shard
         lost = 0
         for sent in in_doubt:
             try:
                 result = yield from sent.send(*sent.what)
                 lost += result.count("pushed")
             except Busy:
-                refused.append(sent.shard)
+                refused[sent.shard] += 1
                 continue
             except NotPermittedError:
                 raise
@@ -118,10 +141,10 @@ class ResendWindow:
                 "calls that wait for admission: %d",
                 len(in_doubt),
                 lost,
-                len(refused),
+                refused.total(),
                 extra=log_fields("sent_again", role="producer"),
             )
-        self.behind = frozenset(refused)
+        self.behind = refused
         self._trim(servers, oldest_kept=asked - self._seconds)
         return not refused
 

@@ -11,10 +11,10 @@ from typing import Any, Self
 from ..errors import SettingError, TrajectoryError
 from ..messages import brief
 from ..trajectory.schema import Trajectory
-from .checks import check_records
 from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
 from .logic import ProducerLogic
 from .next_group import NextGroup
+from .records import read_records
 from .requests import Steps
 from .tickets import ANY_SLOT, PushResult, Ticket
 
@@ -81,14 +81,9 @@ class Slots:
     ) -> Steps[PushResult]:
         """Push rollouts of the group; `ticket` fills in what a record leaves out. Without it each names its slot."""
         ticket = ticket or self._of_any_slot
-        packets = self.logic.pushes.plain_packets(records, ticket)
-        if packets is not None:
-            pushing = self.logic.pushes.push_plain(packets, ticket)
-            indices = {index for packet in packets for index in packet.indices}
-        else:
-            trajectories = check_records(records, ticket)
-            pushing = self.logic.pushes.push(trajectories, ticket)
-            indices = {trajectory.rollout_index for trajectory in trajectories}
+        checked = read_records(records, ticket)
+        pushing = self.logic.pushes.push(checked, ticket)
+        indices = {one.rollout_index for one in checked}
         if self.next_group is not None and indices.issuperset(self.unfinished):
             pushing = self.next_group.carried_by(pushing)
         result = yield from pushing
@@ -105,8 +100,8 @@ class Slots:
         self.ended.update(indices)
         for index in result.indices:
             self.failures.setdefault(index, why or kind)
-            if note:
-                self.logic.failures.note(why or kind)
+            if note:  # without the group, so that the log can count what is alike
+                self.logic.failures.note((why or kind).replace(f"group {self.ticket.group_id}, ", ""))
         return result
 
     def end_after_error(self, index: int, error: BaseException) -> Steps[PushResult]:

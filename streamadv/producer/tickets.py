@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -13,9 +11,11 @@ from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
 
+from .. import doors
 from ..errors import TrajectoryError
 from ..messages import brief, first_problem
-from ..trajectory.fields import GroupId, ShortText
+from ..run.manifest import MAX_DEADLINE_S
+from ..trajectory.fields import GroupId, RoundName, ShortText
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
 
 #: A group's rollouts are for training, with baselines among them, or for evaluation.
@@ -55,13 +55,18 @@ class Ticket(_Watched):
     """Of the group: train, or eval."""
     trace: str | None = None
     """`traceparent` of the group's trace; None where nobody records traces."""
+    deadline_s: float | None = None
+    """Seconds from the group's opening, also if a server that has lost it opens it again; None = the run's."""
+    round: RoundName | None = None
+    """Of an evaluation group: the round it is part of."""
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json` in the process that plays the rollout."""
         self.hand_out()
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        if self.trace is None:
-            del values["trace"]
+        for name in ("trace", "deadline_s", "round"):
+            if values[name] is None:
+                del values[name]
         return json.dumps(values)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,12 +101,14 @@ def _of_some_group(ticket: Ticket) -> Ticket:
         "group_size": (1, MAX_GROUP_SIZE),
         "slots": (1, most),
         "epoch": (0, 2**53),
+        "deadline_s": (0, MAX_DEADLINE_S),
     }
     if ticket.role not in GROUP_ROLES:
         raise ValueError(f"role is {brief(ticket.role)}, needs one of {', '.join(GROUP_ROLES)}")
     for name, (low, high) in bounds.items():
-        if not low <= getattr(ticket, name) <= high:
-            raise ValueError(f"{name} is {brief(getattr(ticket, name))}, needs {low}..{high}")
+        value = getattr(ticket, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{name} is {brief(value)}, needs {low}..{high}")
     return ticket
 
 
@@ -114,12 +121,14 @@ class GroupSpec(NamedTuple):
     data_source: str | None = None
     deadline_s: float | None = None  # from its opening; None = the run's group_deadline_s
     role: str = Role.TRAIN
+    round: str | None = None
     metadata: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def of(cls, ticket: Ticket) -> GroupSpec:
         """The group of a ticket."""
-        return cls(ticket.group_id, ticket.group_size, ticket.slots, ticket.data_source, role=ticket.role)
+        shared = (ticket.group_id, ticket.group_size, ticket.slots, ticket.data_source)
+        return cls(*shared, ticket.deadline_s, ticket.role, ticket.round)
 
 
 class PushResult(NamedTuple):
@@ -139,6 +148,6 @@ class PushResult(NamedTuple):
 
 def new_group_id() -> str:
     """A UUIDv7 (RFC 9562): unique across restarts, ordered by time."""
-    value = (int(time.time() * 1000) & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
+    value = (int(doors.wall() * 1000) & (1 << 48) - 1) << 80 | int.from_bytes(doors.random_bytes(10))
     text = f"{value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import random
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,9 +18,9 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ResponseError
 
-from .. import clock, metrics
+from .. import clock, doors, metrics
 from ..messages import log_fields
-from ..store.keys import ShardKeys
+from ..store.keys import LAST_ID, ShardKeys
 from ..store.retry import RETRYABLE, SERVER_ERRORS, Outage
 from .leases import NOBODY, Delivery, Leases
 from .run import Run, Shard
@@ -73,7 +72,7 @@ class Cursor:
 
 def consumer_name() -> str:
     """Unique for this process: a name used again would inherit, and hide, what is pending under it."""
-    return f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(3)}"
+    return f"{os.uname().nodename}-{os.getpid()}-{doors.random_bytes(3).hex()}"
 
 
 class Consumer:
@@ -97,7 +96,7 @@ class Consumer:
         self.name = name or consumer_name()
         self.lease_s = lease_s
         self.stop = stop
-        self._outage = Outage(stage, sleep=stop.wait)
+        self._outage = Outage(stage, run.name, sleep=stop.wait)
         metrics.begin_stage(stage, KINDS.get(stage, "scorer"))
         self._cursors = [Cursor(shard, stream(shard.keys), lease_s) for shard in run.shards]
         self._in_hand: dict[tuple[int, str], float] = {}  # shard and entry id -> when it was read
@@ -182,14 +181,14 @@ class Consumer:
     @contextmanager
     def leases_kept(self) -> Iterator[None]:
         """Renew the leases of all that is in hand, in a thread, however long the work takes."""
-        over = threading.Event()
+        over = doors.Event()
 
         def keep() -> None:
             while not over.wait(max(self.lease_s / 3, 0.05)):
                 with suppress(*SERVER_ERRORS):  # the next time, or another consumer takes them over
                     self.renew()
 
-        keeper = threading.Thread(target=keep, name="streamadv-leases", daemon=True)
+        keeper = doors.Thread(target=keep, name="streamadv-leases", daemon=True)
         keeper.start()
         try:
             yield
@@ -291,9 +290,9 @@ class Consumer:
             for item in page:
                 delivery = Delivery(item["consumer"], item["times_delivered"])
                 pending[item["message_id"].decode()] = delivery
-            if len(page) < PENDING_PAGE:
+            start = f"({next(reversed(pending), '')}"
+            if len(page) < PENDING_PAGE or start == f"({LAST_ID}":
                 return pending
-            start = f"({page[-1]['message_id'].decode()}"
 
     def _group_read(self, cursor: Cursor, start: str, count: int, block_ms: int | None) -> list[Entry]:
         connection = self.run.connection

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import StreamadvError
-from ..store.replies import as_count
+from ..store.replies import as_count, replies_of
 from ..trajectory.listing import list_table
 from ..trajectory.member_table import cut_tables
 from .malformed import Malformed, list_malformed
@@ -64,7 +64,9 @@ def show_dead(run: Run, group_id: str) -> DeadGroup:
         return dead_group
     for _, note in _notes_of(run, group_id):
         return _as_dead_group(note, now_ms)
-    raise StreamadvError(f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list`")
+    raise StreamadvError(
+        f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list --run {run.name}`"
+    )
 
 
 def requeue(run: Run, group_id: str) -> int:
@@ -101,11 +103,23 @@ def trim_dead(shard: Shard, dead_bytes: int) -> None:
         oldest = scripts.zrange(keys.dead, "(0", "-inf", desc=True, byscore=True, offset=0, num=count)
         oldest = oldest or scripts.zrange(keys.dead, 0, count - 1)
         _empty(shard, "purge", oldest)
-    while as_count(scripts.hget(keys.ledger, "dead_bytes")) > dead_bytes:
-        oldest = scripts.zrange(keys.dead, "0", "+inf", byscore=True, offset=0, num=EMPTY_COUNT)
-        if not oldest:
-            return
-        _empty(shard, "keep", oldest, dead_bytes)
+    if as_count(scripts.hget(keys.ledger, "dead_bytes")) > dead_bytes:
+        oldest = _oldest_beyond(shard, dead_bytes)
+        for start in range(0, len(oldest), EMPTY_COUNT):
+            _empty(shard, "keep", oldest[start : start + EMPTY_COUNT], dead_bytes)
+
+
+def _oldest_beyond(shard: Shard, dead_bytes: int) -> list[bytes]:
+    """The oldest letters, without whose payloads the others fit. The ledger does not decide: producers can write it."""
+    letters: Any = shard.connection.scripts.zrange(shard.keys.dead, "0", "+inf", byscore=True)
+    pipe = shard.connection.scripts.pipeline(transaction=False)
+    for member in letters:
+        pipe.hget(shard.keys.dead_group(member.decode(errors="replace")), "bytes")
+    sizes = list(map(as_count, replies_of(pipe)))
+    kept, count = sum(sizes), 0
+    while kept > dead_bytes:
+        kept, count = kept - sizes[count], count + 1
+    return list(letters[:count])
 
 
 def _empty(shard: Shard, what: str, members: Sequence[bytes], dead_bytes: int = -1) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from .. import clock
+from .. import clock, doors
 from ..errors import HungError
 from ..messages import log_fields
 
@@ -144,7 +144,7 @@ def _call_with_signals(call: Callable[[], T], limit: _Limit) -> T:
 
 def _call_in_thread(call: Callable[[], T], limit: _Limit) -> T:
     """Call in a thread of its own, and stop waiting for it when its time is over. Raises as `call_within`."""
-    done = threading.Event()
+    done = doors.Event()
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -156,7 +156,7 @@ def _call_in_thread(call: Callable[[], T], limit: _Limit) -> T:
         finally:
             done.set()
 
-    thread = threading.Thread(target=body, name="streamadv-call", daemon=True)
+    thread = doors.Thread(target=body, name="streamadv-call", daemon=True)
     thread.start()
     while not done.wait(min(LOOK_S, limit.timeout_s / 4)):
         if limit.look():

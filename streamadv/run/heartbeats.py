@@ -12,6 +12,8 @@ from .malformed import reject
 from .run import Run
 
 HEARTBEAT_S: Final = 10.0
+#: A run ends no sooner after one of its servers was replaced: by then it has heard every producer that is alive.
+SETTLE_S: Final = 1.5 * HEARTBEAT_S
 #: So often a reader writes: a server that refuses its writes refuses heartbeats, too.
 WRITE_S: Final = 5.0
 #: A producer silent for longer counts as lost (three missed heartbeats).
@@ -20,7 +22,7 @@ PRODUCER_TIMEOUT_S: Final = 30.0
 FORGET_S: Final = 3600.0
 #: So many of each kind stay on the list, the latest: those that have finished, and those that are lost.
 PAST_KEPT: Final = 100
-#: Names that one script takes off the list, each with its heartbeat.
+#: Names that one script takes off the list, each with its heartbeat; foreign ones that one look removes.
 FORGET_SLICE: Final = 1000
 #: What a heartbeat writes: when (ms of the server, another at each heartbeat), how, and which instance of that name.
 PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished|gone)( [0-9]{1,15})?")
@@ -40,6 +42,10 @@ class LastHeartbeat(NamedTuple):
     @property
     def state(self) -> bytes:
         return self.value.split(b" ")[1]
+
+    @property
+    def instance(self) -> int:
+        return int(self.value.split(b" ")[2]) if self.value.count(b" ") == 2 else 0
 
 
 class Attendance:
@@ -68,10 +74,17 @@ class Attendance:
             for name, last in self._heartbeats.items():
                 self._heartbeats[name] = last._replace(when=last.when + gap - WRITE_S)
         stored: Any = self._run.connection.scripts.hgetall(home.keys.producers)
+        foreign = [
+            name
+            for name, value in stored.items()
+            if not PRODUCER_STATE.fullmatch(value.decode(errors="replace"))
+        ]
+        for name in foreign[:FORGET_SLICE]:  # the rest at the next look
+            reject(home, home.keys.producers, name, "no state of a producer", {b"state": stored[name]})
+        for name in foreign:
+            del stored[name]
         for name, value in stored.items():
-            if not PRODUCER_STATE.fullmatch(value.decode(errors="replace")):
-                reject(home, home.keys.producers, name, "no state of a producer", {b"state": value})
-            elif name not in self._heartbeats or self._heartbeats[name].value != value:
+            if name not in self._heartbeats or self._heartbeats[name].value != value:
                 self._heartbeats[name] = LastHeartbeat(value, now)
         names_to_forget = self._past(stored.keys() & self._heartbeats.keys(), now)
         parts = [part for name in names_to_forget for part in (name, self._heartbeats[name].value)]
@@ -111,6 +124,12 @@ class Attendance:
             for name, heartbeat in self._heartbeats.items()
             if heartbeat.state == b"open" and heartbeat.when <= limit
         }
+
+    @property
+    def first_alive(self) -> dict[bytes, int]:
+        """Of each producer its first instance that may be alive, as of the last look."""
+        lost = self.lost
+        return {name: last.instance + (name in lost) for name, last in self._heartbeats.items()}
 
     @property
     def ended(self) -> bool:

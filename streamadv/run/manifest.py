@@ -82,7 +82,7 @@ class RunSettings(BaseModel):
         description="what these filters judge instead of the reward: a named reward, or a number of this name in "
         "metadata; a push without it is an error",
     )
-    scorers: tuple[ScorerName, ...] | None = Field(
+    scorers: Annotated[tuple[ScorerName, ...], Field(max_length=32)] | None = Field(
         None, description="processes that score trajectories pushed without reward, in this order"
     )
     max_trajectory_bytes: Annotated[Size, Field(ge=1024, le=1 << 30)] | None = Field(
@@ -286,7 +286,7 @@ def _check_settings(run: str, expected: Mapping[str, Any], values: Mapping[str, 
     """Raise ManifestMismatchError when a setting is not what this process was given."""
     for name, value in expected.items():
         if value != _jsonable(values[name]):
-            has, remedy = "has", "stop the run's processes and use `streamadv runs change`"
+            has, remedy = "has", f"stop the run's processes and use `streamadv runs change --run {run}`"
             if name in FIXED:
                 has, remedy = "was created with", "use another run name"
             raise ManifestMismatchError(
@@ -304,7 +304,7 @@ def _another_layout(run: str, before: tuple[int, ...], salts: tuple[int, ...]) -
     expected, actual = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (before, salts))
     return (
         f"shards is {expected} in this process, run {run} has {actual} now: {_ANEW}, delete the run and create it "
-        f"again with `streamadv runs create --shards {len(before)}`"
+        f"again with `streamadv runs create --shards {len(before)} --run {run}`"
     )
 
 
@@ -321,7 +321,8 @@ def _layout(run: str, stored: Mapping[str, bytes]) -> tuple[int, ...]:
     if version != SCHEMA_VERSION:
         raise SettingError(
             f"run {run} has schema version {version}, this release reads {SCHEMA_VERSION}: finish it with a release of "
-            f"version {version}, or write it to files with that (`streamadv dead requeue --all`, `streamadv consume`) "
+            f"version {version}, or write it to files with that (`streamadv dead requeue --all --run {run}`, "
+            f"`streamadv consume --run {run}`) "
             f"and `streamadv replay` them into another run"
         )
     return salts
@@ -348,7 +349,9 @@ def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:
     if fixed := sorted(given.keys() & FIXED):
         raise SettingError(f"{fixed[0]} cannot be changed: leave it out, or use another run name")
     if not given:
-        raise SettingError("no setting is given: name those to change, `streamadv runs show` has them")
+        raise SettingError(
+            f"no setting is given: name those to change, `streamadv runs show --run {manifest.keys.run}` has them"
+        )
     RunSettings(**{name: getattr(manifest, name) for name in DEFAULTS} | given)  # do they go together?
     return {name: json.dumps(value) for name, value in settings.manifest_values.items()}
 

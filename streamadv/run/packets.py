@@ -24,7 +24,7 @@ USABLE: Final = "usable"
 MAX_BYTES: Final = 1 << 30
 
 _SPACE: Final = re.compile(r"\s")
-_GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f]{1,200}")
+_GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f}]{1,200}")  # see `trajectory.fields.GroupId`
 _NUMBER: Final = re.compile(rb"0|[1-9][0-9]{0,9}")
 _EPOCH: Final = re.compile(rb"0|[1-9][0-9]{0,14}")
 _KIND: Final = "usable|unscorable|failed|aborted|cancelled"
@@ -67,7 +67,7 @@ def read_packet(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> StreamPa
 
 def _problem(run: Run, shard: int, packet: StreamPacket, size: bytes, epoch: bytes) -> str | None:
     group_id, payload, members = packet
-    if not _GROUP_ID.fullmatch(group_id) or run.keys.shard_of(group_id) != shard:
+    if not is_group_id(group_id) or run.keys.shard_of(group_id) != shard:
         return f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}"
     if not _NUMBER.fullmatch(size) or int(size) > MAX_BYTES:
         return f"bytes is {brief(size)}, needs 0..{MAX_BYTES}"
@@ -111,6 +111,11 @@ def rewards_of_whole(members: Sequence[MemberLine]) -> list[float]:
         if role != Role.BASELINE:
             rewards.append(reward)
     return rewards
+
+
+def is_group_id(text: str) -> bool:
+    """Whether a group can have this id."""
+    return _GROUP_ID.fullmatch(text) is not None
 
 
 def is_payload_key(keys: ShardKeys, key: str) -> bool:

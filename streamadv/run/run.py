@@ -16,6 +16,7 @@ from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
 from ..store.replies import as_count
 from ..store.scripts import FENCED, script_call
 from .budget import byte_budget
+from .ledger import NAMES
 from .manifest import (
     Manifest,
     RunSettings,
@@ -150,11 +151,10 @@ class Run:
         """The counters of the ledger, of all shards together; one that is no number counts as 0."""
         pipe: Any = self.connection.scripts.pipeline(transaction=False)
         for keys in self.keys.shards:
-            pipe.hgetall(keys.ledger)
+            pipe.hmget(keys.ledger, NAMES)
         total = Counter[str]()
         for ledger in pipe.execute():
-            for name, value in ledger.items():
-                total[name.decode(errors="replace")] += as_count(value)
+            total.update({name: as_count(value) for name, value in zip(NAMES, ledger, strict=True)})
         return total
 
     def server_ids(self) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""Who is alive in a run, when something last moved, what its open groups lack, how stale the next batch is.
+"""Who is alive in a run, and in others; when something last moved, what open groups lack, how stale the next batch is.
 
 Plain commands: a user who may only look has no right to run scripts.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from ..errors import StreamadvError
 from ..grouping.groups_log import parse_groups
-from ..run import Run
+from ..run import Run, find_run
 from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S
 from ..run.leases import NOBODY
-from ..store.keys import ShardKeys
+from ..run.ranks import heard_ranks
+from ..store.connection import Connection
+from ..store.keys import LAST_ID, RUNS, ShardKeys
 from ..store.replies import as_mapping, as_texts, or_nothing, replies_of
 from ..trajectory.members import Members
 from .model import Lack, ProducerState, Staleness, Worker
@@ -30,6 +34,8 @@ OPEN_LOOKED_AT: Final = 256
 #: Ages in seconds above which open groups are counted.
 OLDER_THAN_S: Final = (10, 60, 600, 3600)
 GROUP_FIELDS: Final = ("head", "slots")
+#: A last id so far ahead of the server's clock tells nothing: a foreign process has chosen it.
+FUTURE_MS: Final = 60_000
 #: Of the hash of an open group, see `lua/lib/group.lua`.
 HEAD: Final = re.compile(rb"[a-z]+ (?P<size>[0-9]{1,15}) [0-9]+ (?P<opened_ms>[0-9]{1,15}) ")
 SLOT_MAP: Final = re.compile(rb"[.pusx]+")
@@ -42,6 +48,7 @@ class Activity:
     """What moves in a run."""
 
     workers: dict[str, list[Worker]]  # of each stream
+    ended: dict[str, list[str]]  # keys of streams that take no more entries, by the name of the stream
     quiet_s: float | None  # since something entered a stream; None = never
     lack: Lack
 
@@ -61,15 +68,20 @@ def read_activity(run: Run, now_ms: int) -> Activity:
     open_groups: list[tuple[ShardKeys, list[bytes]]] = []
     last_ms = [0]
     consumers: dict[str, list[dict[str, Any]]] = {}
+    ended: dict[str, list[str]] = {}
     for keys in run.keys.shards:
         open_groups.append((keys, next(reply)))
-        last_ms += [_last_entry_ms(next(reply)) for _ in range(2)]
-        for name in streams_of(run, keys):
-            last_ms.append(_last_entry_ms(next(reply)))
+        last_ms += [_ms(_last_id(next(reply))) for _ in range(2)]
+        for name, stream in streams_of(run, keys).items():
+            last_id = _last_id(next(reply))
+            last_ms.append(_ms(last_id))
+            if last_id == LAST_ID:
+                ended.setdefault(name, []).append(stream.key)
             consumers.setdefault(name, []).extend(as_mapping(consumer) for consumer in next(reply))
-    moved_ms = max(last_ms)
+    moved_ms = max(ms for ms in last_ms if ms <= now_ms + FUTURE_MS)
     return Activity(
         workers={name: _workers(found) for name, found in consumers.items()},
+        ended=ended,
         quiet_s=max(0, now_ms - moved_ms) / 1000 if moved_ms else None,
         lack=_read_lack(run, open_groups, now_ms),
     )
@@ -119,8 +131,33 @@ def read_staleness(run: Run, version: int) -> Staleness:
     return Staleness(float(values.mean()), int(values.max())) if len(values) else Staleness(None, None)
 
 
-def _last_entry_ms(stream: Any) -> int:
-    return int(as_mapping(stream)["last-generated-id"].partition(b"-")[0]) if stream else 0
+def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:
+    """A line for each other run in which somebody is alive. served: the run that has workers."""
+    names: Any = connection.scripts.hkeys(RUNS)
+    for name in sorted(each.decode(errors="replace") for each in names):
+        with suppress(StreamadvError):  # a run of another release, or no run at all
+            if name != served and (who := _alive(find_run(connection, name))):
+                yield (
+                    f"{' and '.join(who)} {'are' if who[1:] else 'is'} in run {name}, workers in {served}: leave run= "
+                    f"out of the programs, which then take STREAMADV_RUN, or use `streamadv up --run {name}`"
+                )
+
+
+def _alive(run: Run) -> list[str]:
+    now_ms = run.now_ms()
+    session: Any = run.connection.scripts.hgetall(run.keys.home.session)
+    producers = any(producer.state == "open" for producer in read_producers(run, now_ms))
+    ranks = any(rank.is_alive for rank in heard_ranks(as_texts(session), now_ms).values())
+    return ["producer"] * producers + ["trainer"] * ranks
+
+
+def _last_id(stream: Any) -> str:
+    """Of the last entry that the stream has ever had."""
+    return as_mapping(stream)["last-generated-id"].decode() if stream else "0-0"
+
+
+def _ms(entry_id: str) -> int:
+    return int(entry_id.partition("-")[0])
 
 
 def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], now_ms: int) -> Lack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from ..messages import one_line
 from ..run import Run
 from ..store.connection import Connection
 from ..store.keys import RUNS, SINGLE_KINDS, ShardKeys, check_run_name, manifest_key
@@ -31,7 +32,7 @@ def audit(run: Run) -> Audit:
     for number, keys in enumerate(run.keys.shards):
         stored = walk(run, keys)
         texts = (*_wrong_counters(run, keys, stored), *stored.problems, *_stray_keys(run, keys, stored))
-        problems += [f"shard {number}: {text}" for text in texts]
+        problems += [one_line(f"shard {number}: {text}") for text in texts]
         payloads += len(stored.payloads) + len(stored.dead)
         uncounted += stored.uncounted
     return Audit(problems, payloads, uncounted)
@@ -70,8 +71,8 @@ def _stray_keys(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[str]:
     }
     strays = [key for key in sorted(shard_keys - expected) if key.startswith(prefixes)]
     for key, lives_ms in zip(strays, _times_to_live(run, strays), strict=True):
-        # A payload that no push script has seen yet, or never will, goes by itself.
-        if lives_ms == NO_END or not key.startswith(keys.payload("")):
+        # What its script has not seen yet, or never will, goes by itself.
+        if lives_ms == NO_END or not key.startswith((keys.payload(""), keys.output(""))):
             yield f"key {key} belongs to nothing (orphan)"
     for key in sorted(stored.references.keys() - shard_keys):
         yield f"key {key} is referred to and missing"

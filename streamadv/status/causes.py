@@ -1,20 +1,38 @@
-"""Why nothing moves in a run: the reasons of `store/reasons.py` that its status shows."""
+"""Why nothing moves in a run, by the reasons of `store/reasons.py`; and which ended groups are lost for training."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Self
 
-from ..store.reasons import Reason
+from ..metrics import KEPT
+from ..run import Run
+from ..store.reasons import REASONS, Reason, pasteable
 from ..units import counted, seconds_text
-from .losses import LOST, Losses, counts_as_text
-from .model import Status, Stream
+from .model import Ledger, Status, by_reason
+
+#: Outcomes of lost groups, by the reason of a wait for other groups.
+LOST: Final = {
+    "filtered": ("zero_variance", "difficulty", "no_train_members"),
+    "ended_short": ("incomplete", "expired", "cancelled"),
+    "stale": ("stale",),
+    "rolled_back": ("rolled_back",),
+    "dead": ("dead", "malformed"),
+}
+#: What happens to a group after it was counted as kept.
+AFTERWARDS: Final = ("stale", "rolled_back", "dead")
+#: Name of a reason, and its text.
+Found = tuple[str, str]
 
 #: An entry older than this, with a consumer alive, shows that the stage is too slow.
 STUCK_S: Final = 30.0
 #: While more than this share of the groups is kept, losses do not explain why a trainer waits.
 KEPT_SHARE: Final = 0.05
+#: Share of max_bytes that uncommitted batches may hold, and batches without any commit, before that is told.
+UNCOMMITTED_SHARE: Final = 0.5
+UNCOMMITTED_BATCHES: Final = 50
 #: Reasons for which producers begin no groups.
 BRAKES: Final = ("max_bytes", "pacing")
 #: Shards named in one line.
@@ -23,10 +41,91 @@ MAX_SHARDS_LISTED: Final = 8
 
 def reasons_of(status: Status) -> list[Reason]:
     """Why nothing moves; [] while everything does."""
-    reasons = [*_server(status), *_stages(status)]
-    if not status.starves:
-        return [*reasons, *_brakes(status)]
-    return [*reasons, *_losses(status), *_brakes(status), *_groups(status), *_producers(status)]
+    asked = (cause for cause, only_starving in CAUSES.items() if status.starves or not only_starving)
+    return [Reason(name, text) for cause in asked for name, text in cause(status)]
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Of the groups that ended in some time: how many came in, and how many of these are lost, by reason."""
+
+    produced: int
+    by_reason: dict[str, int]
+
+    @classmethod
+    def of(cls, outcomes: Mapping[str, int]) -> Self:
+        """outcomes: counts of how groups ended in that time.
+
+        A group that came in earlier and was lost in that time does not count: only new groups tell what will come.
+        """
+        kept = sum(outcomes.get(name, 0) for name in KEPT)
+        lost = {reason: sum(outcomes.get(name, 0) for name in names) for reason, names in LOST.items()}
+        produced = kept + lost["filtered"] + lost["ended_short"] + outcomes.get("malformed", 0)
+        for reason in AFTERWARDS:
+            lost[reason] = min(lost[reason], kept)
+            kept -= lost[reason]
+        return cls(produced, {reason: count for reason, count in lost.items() if count > 0})
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_reason.values())
+
+
+def why_nothing_was_kept(run: Run) -> str | None:
+    """What became of the trajectories of a run that has ended, and what to do about it; None if no group was lost."""
+    counters = run.counters()
+    reasons = Losses.of(by_reason(counters, "outcome")).by_reason
+    ledger = Ledger.of(counters)
+    evaluated = ledger.dropped.pop("eval", 0)
+    parts = [
+        f"{sum(counts.values())} of {ledger.pushed - evaluated} trajectories {what}: {counts_as_text(counts)}"
+        for what, counts in (("were dropped", ledger.dropped), ("became dead letters", ledger.dead))
+        if counts
+    ]
+    parts += [pasteable(REASONS[reason].remedy, run.name) for reason in reasons]
+    return "; ".join(parts) if reasons else None
+
+
+def counts_as_text(outcomes: Mapping[str, int]) -> str:
+    """`name count` of each outcome, without those at 0: "stale 2, zero_variance 5"."""
+    return ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items()) if count > 0)
+
+
+def uncommitted_reason(
+    ledger: Ledger, live_bytes: int, max_bytes: int | None, named: int, trained: int, committed: int
+) -> Reason | None:
+    """What is wrong with a training loop that does not commit, long before nothing can be admitted.
+
+    named: batches not committed, of which so many are trained. committed: version.
+    """
+    in_batches = live_bytes * ledger.in_flight // max(1, ledger.in_flight + ledger.queued)
+    held = in_batches * trained // max(1, named)
+    if max_bytes and trained and held > max_bytes * UNCOMMITTED_SHARE:
+        return Reason(
+            "uncommitted",
+            f"{counted(trained, 'batch is', 'batches are')} trained and not committed, and hold some {held} bytes of "
+            f"max_bytes {max_bytes}",
+        )
+    if not committed and trained >= UNCOMMITTED_BATCHES:
+        return Reason(
+            "uncommitted", f"{trained} batches are trained and none is committed, so a crash loses all"
+        )
+    return None
+
+
+def unsaved(status: Status) -> Reason | None:
+    """`uncommitted_reason` of a run, unless that is why nothing moves: `reasons_of` has it then."""
+    if status.is_quiet and budget_reason(status) is not None:
+        return None
+    trainer = status.trainer
+    return uncommitted_reason(
+        status.ledger,
+        status.bytes.live,
+        status.admission.max_bytes,
+        trainer.batches,
+        trainer.uncommitted,
+        trainer.committed,
+    )
 
 
 def ordinary_wait(status: Status) -> Reason:
@@ -72,43 +171,44 @@ def budget_reason(status: Status) -> Reason | None:
     )
 
 
-def _server(status: Status) -> Iterator[Reason]:
+def _server(status: Status) -> Iterator[Found]:
     server = status.server
     if server.refuses_writes is not None:
-        yield Reason("misconf", server.refuses_writes)
+        yield "misconf", server.refuses_writes
     if server.min_slaves_good_slaves == 0:
-        yield Reason("noreplicas", "min-replicas-to-write is set and no replica is good")
+        yield "noreplicas", "min-replicas-to-write is set and no replica is good"
     if server.maxmemory and (server.used_memory or 0) > server.maxmemory:
-        yield Reason("maxmemory", f"{server.used_memory} bytes are used of maxmemory {server.maxmemory}")
+        yield "maxmemory", f"{server.used_memory} bytes are used of maxmemory {server.maxmemory}"
 
 
-def _stages(status: Status) -> Iterator[Reason]:
+def _ended_streams(status: Status) -> Iterator[Found]:
     for name, stream in status.streams.items():
-        failure = status.failing_chain if name == "work" else None
-        if stream.length and (reason := _stage(name, stream, status.is_quiet, failure)):
-            yield reason
+        for key in stream.ended[:MAX_SHARDS_LISTED]:
+            left = counted(stream.length, "entry is", "entries are")
+            yield "stream_end", f"{key} has had the last possible id, {left} left in stream {name}"
 
 
-def _stage(name: str, stream: Stream, is_quiet: bool, failure: str | None) -> Reason | None:
-    scorer = name.removeprefix("scoring:")
-    stage, missing = {
-        "rollouts": ("a grouper", "no_grouper"),
-        "work": ("an advantage worker", "no_advantage_worker"),
-    }.get(name, (f"a scorer {scorer}", "no_scorer"))
-    age = "" if stream.oldest_age_s is None else f", the oldest for {stream.oldest_age_s:.0f} s"
-    entries = f"{counted(stream.length, 'entry waits', 'entries wait')} for {stage}"
-    if not stream.alive:
-        dead = len(stream.workers)
-        joined = f"{counted(dead, 'has', 'have')} joined, all silent" if dead else "none is there"
-        return Reason(missing, f"{entries} ({joined}){age}")
-    if failure:
-        return Reason("failing_chain", f"{entries}{age}: {failure}")
-    if is_quiet and (stream.oldest_age_s or 0) > STUCK_S:
-        return Reason("backlog", f"{entries} ({stream.alive} alive){age}")
-    return None
+def _stages(status: Status) -> Iterator[Found]:
+    for name, stream in status.streams.items():
+        if not stream.length:
+            continue
+        stage, missing = {
+            "rollouts": ("a grouper", "no_grouper"),
+            "work": ("an advantage worker", "no_advantage_worker"),
+        }.get(name, (f"a scorer {name.removeprefix('scoring:')}", "no_scorer"))
+        age = "" if stream.oldest_age_s is None else f", the oldest for {stream.oldest_age_s:.0f} s"
+        entries = f"{counted(stream.length, 'entry waits', 'entries wait')} for {stage}"
+        if not stream.alive:
+            dead = len(stream.workers)
+            joined = f"{counted(dead, 'has', 'have')} joined, all silent" if dead else "none is there"
+            yield missing, f"{entries} ({joined}){age}"
+        elif name == "work" and status.failing_chain:
+            yield "failing_chain", f"{entries}{age}: {status.failing_chain}"
+        elif status.is_quiet and (stream.oldest_age_s or 0) > STUCK_S:
+            yield "backlog", f"{entries} ({stream.alive} alive){age}"
 
 
-def _losses(status: Status) -> Iterator[Reason]:
+def _losses(status: Status) -> Iterator[Found]:
     ended = Counter(status.groups.since_batch)
     losses = Losses.of(ended)
     a_batch = max(1, status.admission.batch_groups or 1)
@@ -116,13 +216,13 @@ def _losses(status: Status) -> Iterator[Reason]:
         return
     for reason, count in losses.by_reason.items():
         outcomes = counts_as_text({name: ended[name] for name in LOST[reason]})
-        yield Reason(
+        yield (
             reason,
             f"{count} of {losses.produced} groups that ended since the last batch are lost ({outcomes})",
         )
 
 
-def _trainer(status: Status) -> Iterator[Reason]:
+def _trainer(status: Status) -> Iterator[Found]:
     trainer = status.trainer
     if trainer.is_alive or not (status.groups_waiting or trainer.batches):
         return
@@ -131,35 +231,37 @@ def _trainer(status: Status) -> Iterator[Reason]:
         waiting += f", {counted(trainer.batches, 'batch is', 'batches are')} named and not committed"
     silent = seconds_text(trainer.silent_s or 0.0)
     what = {"lost": f"the trainer is silent for {silent}, ", "left": f"the trainer has left {silent} ago, "}
-    yield Reason("no_trainer", what.get(trainer.state, "") + waiting)
+    yield "no_trainer", what.get(trainer.state, "") + waiting
 
 
-def _brakes(status: Status) -> Iterator[Reason]:
+def _brakes(status: Status) -> Iterator[Found]:
     """What keeps producers from beginning groups, when nothing else moves either."""
-    yield from _trainer(status)
     if not status.is_quiet:
         return
     admission, used = status.admission, status.bytes
-    if admission.full:
-        all_full = len(admission.full) == status.shards
-        where = "" if all_full else f", shard {_listed(admission.full)} is full"
-        reason = budget_reason(status)
-        if all_full and not used.live + used.reserved:
-            text = f"no group fits: a rollout reserves {status.place_bytes} bytes of max_bytes {admission.max_bytes}"
-            reason = Reason("batch_over_budget", text)
-        yield reason or Reason(
-            "max_bytes",
-            f"{used.live} bytes live and {used.reserved} reserved of max_bytes {admission.max_bytes}{where}",
+    all_full = len(admission.full) == status.shards
+    if all_full and not used.live + used.reserved:
+        text = (
+            f"no group fits: a rollout reserves {status.place_bytes} bytes of max_bytes {admission.max_bytes}"
         )
+        yield "batch_over_budget", text
+    elif admission.full and (reason := budget_reason(status)):
+        yield reason.name, reason.text
+    elif admission.full:
+        where = "" if all_full else f", shard {_listed(admission.full)} is full"
+        text = (
+            f"{used.live} bytes live and {used.reserved} reserved of max_bytes {admission.max_bytes}{where}"
+        )
+        yield "max_bytes", text
     if admission.paced:
-        yield Reason(
+        yield (
             "pacing",
             f"{admission.groups_ahead} groups begun and not trained on, {admission.groups_limit} are allowed, "
             f"shard {_listed(admission.paced)} has its share; {max(0, status.trainer.untrained)} batches are named",
         )
 
 
-def _groups(status: Status) -> Iterator[Reason]:
+def _groups(status: Status) -> Iterator[Found]:
     open_groups, lack = status.groups.open, status.groups.lack
     if not open_groups or not status.is_quiet:
         return
@@ -169,25 +271,25 @@ def _groups(status: Status) -> Iterator[Reason]:
     if lack.rollouts > in_streams:
         which = "" if in_streams else f"{lack.groups_without_rollouts} of "
         waiting = f", {in_streams} others wait for a process" if in_streams else ""
-        yield Reason(
+        yield (
             "incomplete_groups",
             f"{which}{open_groups} open groups{some} lack {lack.rollouts - in_streams} of {lack.places} rollouts"
             f"{waiting}, {_quiet(status)}{oldest}",
         )
     if lack.scores:
-        yield Reason(
+        yield (
             "missing_scores",
             f"{lack.groups_without_scores} of {open_groups} open groups{some} lack the rewards of "
             f"{lack.scores} rollouts{oldest}",
         )
 
 
-def _producers(status: Status) -> Iterator[Reason]:
+def _producers(status: Status) -> Iterator[Found]:
     states = Counter(producer.state for producer in status.producers)
     open_groups = status.groups.open
     if not states["open"]:
         if not states["finished"] or (open_groups and (states["lost"] or not _has_all_pushed(status))):
-            yield Reason(
+            yield (
                 "no_producer",
                 f"no producer is alive ({states['finished']} finished, {states['lost']} lost), "
                 f"{counted(open_groups, 'group is', 'groups are')} open",
@@ -195,10 +297,23 @@ def _producers(status: Status) -> Iterator[Reason]:
         return
     is_braked = status.admission.full or status.admission.paced
     if status.is_quiet and not open_groups and not is_braked and status.quiet_s is not None:
-        yield Reason(
+        yield (
             "producers_idle",
             f"{counted(states['open'], 'producer is', 'producers are')} alive, no group is open, {_quiet(status)}",
         )
+
+
+#: The order of asking. True: asked only while a trainer would have to wait for groups.
+CAUSES: Final[dict[Callable[[Status], Iterator[Found]], bool]] = {
+    _server: False,
+    _ended_streams: False,
+    _stages: False,
+    _losses: True,
+    _trainer: False,
+    _brakes: False,
+    _groups: True,
+    _producers: True,
+}
 
 
 def _has_all_pushed(status: Status) -> bool:

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self
 
 from ..grouping.short_groups import Loss
+from ..run.ledger import QUEUED
+from ..units import seconds_text
 from .evaluations import Evaluation
 
-#: Counters of the ledger that add up to `queued`.
-QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
 #: A run in which nothing entered a stream for so long stands still.
 QUIET_S: Final = 10.0
 
@@ -114,11 +114,11 @@ class Stream:
     length: int
     pending: int
     lag: int  # entries not delivered yet
-    lag_known: bool  # always true: the lag does not depend on what the server can tell
     consumers: int
     oldest_age_s: float | None
     alive: int  # consumers that asked for work lately
     workers: list[Worker]  # by name
+    ended: list[str]  # keys of those shards in which it takes no more entries
 
 
 #: What a trainer does. "none": none has taken the run; "lost": silent for too long; "left": closed its queue; "ended":
@@ -141,10 +141,18 @@ class Trainer:
     ranks_alive: int
     batch: int | None  # that rank 0 got last
     batch_s: float | None  # seconds since then
+    job: str  # id of the training job; "" before a trainer took the run
 
     @property
     def is_alive(self) -> bool:
         return self.state in ("waits", "trains")
+
+    @property
+    def in_charge(self) -> str | None:
+        """The trainer that has been heard of and is alive, for a message; None without one."""
+        if not self.is_alive or self.silent_s is None:
+            return None
+        return f"its trainer (job {self.job}, heard of {seconds_text(self.silent_s)} ago)"
 
     @property
     def uncommitted(self) -> int:

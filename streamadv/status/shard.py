@@ -1,4 +1,4 @@
-"""One shard at one moment: its ledger and the lengths of its structures, read in one transaction.
+"""One shard at one moment: its ledger and the lengths of its structures, read in one transaction; and contradictions.
 
 So `streamadv status --check` holds while workers run.
 """
@@ -6,7 +6,7 @@ So `streamadv status --check` holds while workers run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -14,22 +14,19 @@ from redis.exceptions import OutOfMemoryError
 
 from ..run import Run
 from ..run.consumer import ADVANTAGE, GROUPER
+from ..run.ledger import COUNTERS, known_counters
 from ..store.keys import ShardKeys
 from ..store.replies import as_mapping, as_texts, as_whole, or_nothing
+from ..trajectory.packet import MAX_PACKET_MEMBERS
 from . import sizes
-from .check import problems_of
-from .model import QUEUED, Ledger
+from .model import Ledger
 
-#: The ledger's counters without a reason.
-COUNTERS: Final = (
-    *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
-    *("rollouts_packets", "scoring_packets", "live_bytes", "dead_bytes", "groups_abandoned", "groups_eval"),
-    "malformed",
-)
 #: A group's owner as `apply_batch` writes it: batch id, trajectories of the group.
 OWNER: Final = re.compile(r"[0-9]+-[0-9a-f]{12} ([0-9]{1,5})")
 #: How often a shard is read again whose reading was not atomic, while its figures contradict each other.
 READ_AGAIN: Final = 4
+#: No server holds so many bytes: somebody has written the number, and admission waits for it to fall.
+MOST_BYTES: Final = 1 << 50
 #: Shards of one transaction, in which the server does nothing else.
 SHARDS_AT_ONCE: Final = 16
 
@@ -70,7 +67,7 @@ class StreamState:
 class ShardState:
     """One shard at one moment."""
 
-    counters: dict[str, int]  # the ledger
+    counters: Mapping[str, int]  # the ledger
     broken: list[str]  # counters of the ledger that are no numbers
     trainer: dict[str, str]  # the shard's copy of the trainer's settings
     groups_open: int
@@ -146,10 +143,13 @@ def _ask(pipe: Any, keys: ShardKeys, streams: dict[str, StreamName]) -> None:
 
 
 def _state(run: Run, streams: dict[str, StreamName], reply: Iterator[Any], now_ms: int) -> ShardState:
-    counters, trainer, size_fields, owners = (as_texts(next(reply)) for _ in range(4))
+    ledger, (trainer, size_fields, owners) = (
+        as_mapping(next(reply)),
+        (as_texts(next(reply)) for _ in range(3)),
+    )
     return ShardState(
-        counters={name: count for name, text in counters.items() if (count := as_whole(text)) is not None},
-        broken=[name for name in COUNTERS if as_whole(counters.get(name, "0")) is None],
+        counters=known_counters(ledger),
+        broken=[name for name in COUNTERS if as_whole(ledger.get(name, b"0")) is None],
         trainer=trainer,
         groups_open=next(reply),
         groups_logged=next(reply),
@@ -177,3 +177,54 @@ def _stream_state(group: str, reply: Iterator[Any], now_ms: int) -> StreamState:
 
 def _age_s(entry: bytes, now_ms: int) -> float:
     return max(0, now_ms - int(entry.partition(b"-")[0])) / 1000
+
+
+def problems_of(shard: ShardState) -> list[str]:
+    """Contradictions, one a line; [] when the shard balances."""
+    return [*_sums(shard), *_structures(shard), *_numbers(shard)]
+
+
+def _sums(shard: ShardState) -> Iterator[str]:
+    pushed, accounted = shard.ledger.pushed, shard.ledger.accounted
+    if pushed != accounted:
+        yield f"pushed is {pushed}, accounted for are {accounted}"
+
+
+def _structures(shard: ShardState) -> Iterator[str]:
+    scoring = sum(stream.length for name, stream in shard.streams.items() if name.startswith("scoring:"))
+    for counter, length, what in (
+        ("rollouts_packets", shard.streams["rollouts"].length, "entries in the rollouts stream"),
+        ("scoring_packets", scoring, "entries in the scorers' streams"),
+        ("groups_open", shard.groups_open, "open groups"),
+        ("groups_logged", shard.groups_logged, "entries in the groups log"),
+        ("in_flight", shard.in_flight, "trajectories of named batches"),
+    ):
+        if shard.count(counter) != length:
+            yield f"ledger {counter} is {shard.count(counter)}, there are {length} {what}"
+    for name in ("rollouts", "scoring"):
+        packets = shard.count(f"{name}_packets")
+        if not packets <= shard.count(name) <= MAX_PACKET_MEMBERS * packets:
+            yield f"ledger {name} is {shard.count(name)}, in {packets} packets"
+    kinds = shard.count("groups_abandoned"), shard.count("groups_eval")
+    of_open_groups = shard.count("open") or shard.reservation.total_bytes or any(kinds)
+    if of_open_groups and not shard.groups_open:
+        yield "no group is open, but open trajectories, reserved bytes, abandoned or evaluation groups are counted"
+    if sum(kinds) > shard.groups_open:
+        yield f"{kinds[0]} groups are abandoned and {kinds[1]} are for evaluation, {shard.groups_open} are open"
+    logged = shard.count("grouped") + shard.count("in_flight")
+    if bool(logged) != bool(shard.groups_logged):
+        yield f"ledger grouped + in_flight is {logged}, the groups log has {shard.groups_logged} entries"
+    is_empty = not (shard.ledger.queued or logged or shard.garbage or shard.results)
+    if is_empty and 0 < shard.count("live_bytes") <= MOST_BYTES:
+        yield f"ledger live_bytes is {shard.count('live_bytes')}, nothing is stored"
+
+
+def _numbers(shard: ShardState) -> Iterator[str]:
+    for name in shard.broken:
+        yield f"ledger {name} is no whole number"
+    for name, count in shard.counters.items():
+        if count < 0:
+            yield f"ledger {name} is {count}"
+    for name in ("live_bytes", "dead_bytes"):
+        if shard.count(name) > MOST_BYTES:
+            yield f"ledger {name} is {shard.count(name)}, more than a server holds"

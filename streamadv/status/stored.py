@@ -15,7 +15,7 @@ from ..grouping.groups_log import read_log
 from ..messages import brief
 from ..run import Run
 from ..run.packets import MemberLine, parse_members, read_packet
-from ..store.keys import ShardKeys
+from ..store.keys import LAST_ID, ShardKeys
 from ..store.replies import as_count
 from ..trajectory.member_table import read_table
 
@@ -224,7 +224,7 @@ def _entries(run: Run, key: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
     while True:
         page: Any = run.connection.scripts.xrange(key, after, "+", PAGE)
         for entry, fields in page:
-            yield entry.decode(), fields
-        if len(page) < PAGE:
+            after = f"({entry.decode()}"
+            yield after[1:], fields
+        if len(page) < PAGE or after == f"({LAST_ID}":
             return
-        after = f"({page[-1][0].decode()}"

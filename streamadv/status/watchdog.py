@@ -13,12 +13,20 @@ from .. import clock
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from ..messages import log_fields
 from ..run import Run
-from ..store.reasons import REASONS, Reason, listed
+from ..store.reasons import REASONS, Reason, listed, pasteable
 from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked
-from .causes import BRAKES, budget_reason, ordinary_wait, reasons_of
-from .losses import LOST, Losses, counts_as_text
-from .model import Status, by_reason
+from .causes import (
+    BRAKES,
+    LOST,
+    Losses,
+    budget_reason,
+    counts_as_text,
+    ordinary_wait,
+    reasons_of,
+    uncommitted_reason,
+)
+from .model import Ledger, Status, by_reason
 from .read import read_status
 
 logger = logging.getLogger(__name__)
@@ -57,9 +65,9 @@ class Watchdog:
         self._run = run
         self._limits = limits
         self._look_due = clock.now()
-        self._blocked = Blocked("trainer", "no batch")
+        self._blocked = Blocked("trainer", "no batch", run.name)
         self._has_delivered = False
-        self._warned = False
+        self._warned = self._warned_of_commits = False
         self._read_counters()
 
     def progress(self) -> None:
@@ -68,6 +76,21 @@ class Watchdog:
         self._has_delivered = True
         self._read_counters()
         self._blocked.over()
+
+    def look_at_commits(self, named: int, trained: int, committed: int) -> None:
+        """Say once that the training loop does not commit, see `uncommitted_reason`."""
+        if self.counters is None or self._warned_of_commits:
+            return
+        ledger, live, budget = (
+            Ledger.of(self.counters),
+            self.counters["live_bytes"],
+            self._run.manifest.max_bytes,
+        )
+        reason = uncommitted_reason(ledger, live, budget, named, trained, committed)
+        if reason is not None:
+            self._warned_of_commits = True
+            fields = log_fields("uncommitted", run=self._run.name, role="trainer", count=trained)
+            logger.warning("run %s: %s", self._run.name, reason.line(self._run.name), extra=fields)
 
     def look(self) -> None:
         """Look again if it is due. Raises StarvedError, UncommittedBudgetError, BatchBudgetError."""
@@ -98,7 +121,7 @@ class Watchdog:
         limit, batch = self._limits.max_filtered_batches, self._limits.batch_groups
         if limit is not None and sum(lost.values()) >= limit * batch:
             what = "; ".join(_loss(reason, count, status) for reason, count in lost.items())
-            raise StarvedError(f"{what}; max_filtered_batches is {limit}")
+            raise StarvedError(f"run {status.run}: {what}; max_filtered_batches is {limit}")
         kept = losses.produced - losses.total
         is_judged = losses.produced >= KEPT_WINDOW * batch and not self._warned
         if is_judged and kept < self._limits.min_kept_ratio * losses.produced:
@@ -123,7 +146,7 @@ def read_for_trainer(run: Run, limits: Limits) -> Status:
 
 def why_no_batch(run: Run, limits: Limits) -> str:
     """Why there is no batch: for an error of a trainer that gives up."""
-    return listed(_reasons(read_for_trainer(run, limits)))
+    return listed(_reasons(read_for_trainer(run, limits)), run.name)
 
 
 def _reasons(status: Status) -> list[Reason]:
@@ -136,7 +159,7 @@ def _loss(reason: str, count: int, status: Status) -> str:
     outcomes = {name: status.groups.outcomes.get(name, 0) for name in LOST[reason]}
     return (
         f"{count} groups {GIVES_UP_ON[reason]} since the last batch ({counts_as_text(outcomes)} in all): "
-        f"{REASONS[reason].remedy}"
+        f"{pasteable(REASONS[reason].remedy, status.run)}"
     )
 
 
@@ -146,6 +169,6 @@ def _check_budget(status: Status) -> None:
     if reason is None:
         return
     if reason.name == "uncommitted":
-        raise UncommittedBudgetError(str(reason))
+        raise UncommittedBudgetError(reason.line(status.run))
     if status.quiet_s is not None and status.is_quiet:  # groups of another size might still find room
-        raise BatchBudgetError(str(reason))
+        raise BatchBudgetError(reason.line(status.run))

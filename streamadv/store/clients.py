@@ -7,8 +7,7 @@ cuts reads off after 5 s).
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Final, cast
@@ -21,12 +20,12 @@ import redis.asyncio.sentinel
 import redis.cluster
 import redis.exceptions
 import redis.sentinel
-from hiredis import pack_command
 from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
+from .. import doors
 from .exchange import Pool, exchange, fill, replies
-from .resp import Packer, Payloads, Piece, pack_transaction, transaction_result
+from .resp import Packer, Payloads, Piece, pack_transaction, texts, transaction_result
 from .retry import classified, not_now
 from .urls import Target
 
@@ -55,6 +54,7 @@ def _options(target: Target, retry: type[Any], socket_timeout: float, retries: i
     options = target.shared_options | {"socket_timeout": socket_timeout, "retry": retry(backoff, retries)}
     if "socket_connect_timeout" in options:
         options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
+    options |= doors.client_options if retry is Retry else doors.async_client_options
     return options | (CLUSTER_OPTIONS if target.cluster else {"retry_on_error": list(SENT_AGAIN_ON)})
 
 
@@ -78,14 +78,19 @@ def make_client(target: Target, socket_timeout: float, retries: int) -> redis.Re
 
 
 class _ClusterClient(redis.cluster.RedisCluster):
-    """A cluster's client that raises errors as `retry.classified` has them, also out of a pipeline."""
+    """A cluster's client that sends no numbers (see `texts`), and raises errors as `retry.classified` has them.
+
+    So does its pipeline.
+    """
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         with not_now(args):
-            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return super().execute_command(*texts(args), **options)  # type: ignore[no-untyped-call]
 
     def pipeline(self, *args: Any, **options: Any) -> Any:
         pipe: Any = super().pipeline(*args, **options)  # type: ignore[no-untyped-call]
+        send = pipe.execute_command
+        pipe.execute_command = lambda *args, **options: send(*texts(args), **options)
         pipe.execute = partial(_executed, pipe.execute)
         return pipe
 
@@ -96,6 +101,10 @@ def _executed(execute: Callable[..., list[Any]], *args: Any, **options: Any) -> 
         replies = execute(*args, **options)
     refusal = redis.exceptions.ResponseError
     return [classified(reply) if isinstance(reply, refusal) else reply for reply in replies]
+
+
+def _packed(commands: Iterable[Sequence[Any]]) -> list[Piece]:
+    return [piece for args in commands for piece in Packer().pack(*args)]
 
 
 class Client(redis.Redis):
@@ -123,7 +132,7 @@ class Client(redis.Redis):
                 hear(replies.pop())
             return transaction_result(replies)
 
-        return self._exchange([*pieces, *Packer().pack(*also)], count + 1, result_of, call)
+        return self._exchange([*pieces, *_packed([also])], count + 1, result_of, call)
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's client."""
@@ -147,7 +156,7 @@ class Client(redis.Redis):
             results = [self._result_of(*pair) for pair in zip(replies, commands, strict=True)]
             return next((result for result in results if isinstance(result, raised)), results)
 
-        pieces = [piece for args, _ in commands for piece in Packer().pack(*args)]
+        pieces = _packed([args for args, _ in commands])
         results: list[Any] = self._exchange(pieces, len(commands), results_of)
         return results
 
@@ -169,8 +178,7 @@ class Client(redis.Redis):
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            packed = b"".join([pack_command(tuple(command)) for command in commands])
-            with closing(replies(connection, [packed], len(commands))) as incoming:
+            with closing(replies(connection, [b"".join(_packed(commands))], len(commands))) as incoming:
                 for command, reply in zip(commands, incoming, strict=True):
                     is_refused = isinstance(reply, redis.exceptions.ResponseError)
                     yield classified(reply, command) if is_refused else reply
@@ -186,7 +194,7 @@ class Client(redis.Redis):
         connection = pool.get_connection()
         try:
             commands: list[tuple[Any, ...]] = [("HMGET", key, *values) for key, values in wanted]
-            packed = b"".join(map(pack_command, commands))
+            packed = b"".join(_packed(commands))
             return fill(connection, [packed], [list(values.values()) for _, values in wanted])
         finally:
             pool.release(connection)
@@ -217,7 +225,7 @@ class Client(redis.Redis):
                     connection.disconnect()
                     if not attempts:
                         raise
-                    time.sleep(AGAIN_S * random.random())
+                    doors.sleep(AGAIN_S * random.random())
         except redis.exceptions.ResponseError as error:
             raise classified(error, sent) from None
         finally:

@@ -22,6 +22,7 @@ import redis.cluster
 import redis.exceptions
 
 from ..errors import ServerUnreachableError, SettingError
+from ..forks import renewed_at_fork
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .pipelined import Pipelined
@@ -96,7 +97,7 @@ class _BaseConnection:
             raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
 
     def _wait_for_answer(self, timeout: float | None) -> Wait:
-        return Wait(Blocked(self.safe_url, "waiting for the server", first_s=0.0), timeout=timeout)
+        return Wait(Blocked(self.safe_url, "waiting for the server", None, first_s=0.0), timeout=timeout)
 
     def _after_failure(self, error: Exception, wait: Wait) -> None:
         """Report a failed attempt to reach the server. Raises ServerUnreachableError when it is time to give up."""
@@ -105,11 +106,11 @@ class _BaseConnection:
             reason = Reason(reason.name, f"{reason.text} (does it speak TLS, as rediss:// says?)")
         if wait.timeout is not None and reason.name == "name_resolution":
             raise ServerUnreachableError(
-                f"redis URL {self.safe_url!r}: {reason.text}: {reason.remedy}"
+                f"redis URL {self.safe_url!r}: {reason.text}: {reason.remedy(None)}"
             ) from None
         if wait.expired:
             raise ServerUnreachableError(
-                f"no answer from {self.safe_url} within {wait.timeout:g} s ({reason.text}): {reason.remedy}"
+                f"no answer from {self.safe_url} within {wait.timeout:g} s ({reason.text}): {reason.remedy(None)}"
             ) from None
         wait.because(reason)
 
@@ -146,7 +147,7 @@ class Connection(_BaseConnection):
     def __init__(self, url: str, *, reply_timeout: float | None = None) -> None:
         super().__init__(url)
         self._reply_timeout = reply_timeout
-        self._lock = threading.Lock()
+        self._lock = renewed_at_fork(threading.Lock())
 
     @classmethod
     def of(cls, connection: str | Connection) -> Connection:
@@ -339,10 +340,10 @@ class AsyncConnection(_BaseConnection):
             self._pipelined.close()
             self._pipelined = None
         if self._target is not None:
-            for client in self._clients.values():
+            clients, self._clients = self._clients, {}  # another task may close it meanwhile
+            for client in clients.values():
                 for closable in (client, *sentinels_of(client)):
                     await closable.aclose()
-            self._clients.clear()
 
     async def __aenter__(self) -> Self:
         return self

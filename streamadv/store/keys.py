@@ -21,6 +21,9 @@ from ..messages import brief
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 CLUSTER_SLOTS: Final = 16384
 
+#: The last id that an entry of a stream can have: after it a stream takes no more.
+LAST_ID: Final = f"{2**64 - 1}-{2**64 - 1}"
+
 #: Hash of all runs of this server: name -> time of creation in ms.
 RUNS: Final = "streamadv:runs"
 

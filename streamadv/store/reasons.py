@@ -7,6 +7,7 @@ not answer, a refused push.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -89,7 +90,7 @@ REASONS: Final[dict[str, Kind]] = {
     # Admission.
     "pacing": Kind(
         "producers are as far ahead as max_staleness allows",
-        "wait for the trainer (start it if it has ended), or raise max_staleness",
+        "wait for the trainer, or raise max_staleness; `streamadv status` says whether a trainer is alive",
     ),
     "max_bytes": Kind(
         "live and reserved bytes fill max_bytes",
@@ -100,8 +101,8 @@ REASONS: Final[dict[str, Kind]] = {
         "raise max_bytes, lower batch_groups, or set min_groups",
     ),
     "uncommitted": Kind(
-        "batches that are trained on and not committed fill max_bytes",
-        "commit more often, or raise max_bytes",
+        "batches are trained on and not committed: many since the run began, or so many that they fill max_bytes",
+        "save a checkpoint every few batches, `with queue.checkpoint(folder) as path: ...`, or raise max_bytes",
     ),
     "lost_groups_first": Kind(
         "a server came back without groups, which are admitted before new ones", "wait, or raise max_bytes"
@@ -120,7 +121,8 @@ REASONS: Final[dict[str, Kind]] = {
     "server_busy": Kind("somebody's script keeps the server busy", "wait, or end it: SECURITY.md says how"),
     "failover": Kind("another server takes over, or a slot moves", "wait; look at Sentinels or the cluster"),
     "stream_end": Kind(
-        "somebody has given a stream its last possible id", "wait for a grouper, which makes it anew"
+        "somebody has given a stream its last possible id, so that it takes no more entries",
+        "what is in it is taken; once it is empty (`redis-cli XLEN KEY` says 0) delete it: `redis-cli DEL KEY`",
     ),
     "misconf": Kind(
         "the server refuses writes, since it cannot save its data", "make room on its disk and see its log"
@@ -144,14 +146,23 @@ class Reason:
     name: str
     text: str
 
-    @property
-    def remedy(self) -> str:
-        return REASONS[self.name].remedy
+    def remedy(self, run: str | None) -> str:
+        """What to do about it, see `pasteable`."""
+        return pasteable(REASONS[self.name].remedy, run)
 
-    def __str__(self) -> str:
-        return f"{self.text}: {self.remedy} [{self.name}]"
+    def line(self, run: str | None) -> str:
+        """What blocks and what to do about it. run: None where no run is known yet."""
+        return f"{self.text}: {self.remedy(run)} [{self.name}]"
 
 
-def listed(reasons: Sequence[Reason]) -> str:
+_COMMAND: Final = re.compile(r"`(streamadv [^`]*)`")
+
+
+def pasteable(text: str, run: str | None) -> str:
+    """`text`, with the run's name in each of its commands."""
+    return text if run is None else _COMMAND.sub(rf"`\1 --run {run}`", text)
+
+
+def listed(reasons: Sequence[Reason], run: str | None) -> str:
     """Reasons on one line."""
-    return "; ".join(map(str, reasons))
+    return "; ".join(reason.line(run) for reason in reasons)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, Final
 
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
@@ -61,13 +61,20 @@ def or_nothing(reply: Any) -> Any:
     return reply
 
 
+#: Characters of a text that anybody may have written, as it goes into labels, lines and logs.
+MAX_TEXT: Final = 200
+
+
+def as_text(value: bytes, chars: int = MAX_TEXT) -> str:
+    """What anybody may have written, as text: cut beyond `chars` characters, what is no UTF-8 escaped."""
+    text = value[: 4 * chars + 4].decode(errors="backslashreplace")
+    return text if len(text) <= chars else f"{text[: chars - 3]}..."
+
+
 def as_mapping(reply: Any) -> dict[str, Any]:
     """A map by its names. A cluster's transactions return it as a flat list."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-    return {
-        name.decode(errors="backslashreplace") if isinstance(name, bytes) else name: value
-        for name, value in pairs
-    }
+    return {as_text(name) if isinstance(name, bytes) else name: value for name, value in pairs}
 
 
 def as_texts(reply: Any) -> dict[str, str]:
@@ -75,12 +82,12 @@ def as_texts(reply: Any) -> dict[str, str]:
     return {name: value.decode(errors="backslashreplace") for name, value in as_mapping(reply).items()}
 
 
-def as_whole(value: str | bytes | None) -> int | None:
+def as_whole(value: str | bytes | int | None) -> int | None:
     """The whole number that `value` is, of at most 19 digits, or None."""
-    text = value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str("" if value is None else value)
     return int(text) if re.fullmatch(r"-?[0-9]{1,19}", text) else None
 
 
-def as_count(value: str | bytes | None) -> int:
+def as_count(value: str | bytes | int | None) -> int:
     """The whole number that `value` is; 0 where it is none."""
     return as_whole(value) or 0

@@ -43,7 +43,7 @@ class Packer:
     def pack(self, *args: Any) -> Sequence[bytes | memoryview]:
         """The chunks, to be sent in order. Raises redis' DataError unless all are str, bytes, buffers or numbers."""
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
-        args = (*name.split(), *args[1:])  # 'XINFO GROUPS' is two words to Redis
+        args = (*name.split(), *texts(args[1:]))  # 'XINFO GROUPS' is two words to Redis
         if name != b"HSET":
             with suppress(TypeError):  # it takes no buffers
                 return [hiredis.pack_command(args)]
@@ -58,6 +58,17 @@ class Packer:
             else:
                 pieces += [value, b"\r\n"]
         return [*chunks, b"".join(pieces)]
+
+
+def texts(args: Iterable[Any]) -> list[Any]:
+    """Arguments of a command without numbers. Raises redis' DataError for what cannot be sent.
+
+    The C library prints numbers by a call that runs signal handlers, and ends the process if one of them raises.
+    """
+    return [
+        arg if (kind := type(arg)) is str or kind is bytes else str(arg) if kind is int else _encoded(arg)
+        for arg in args
+    ]
 
 
 def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> tuple[list[Piece], int]:

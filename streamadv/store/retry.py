@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import redis.exceptions
 
-from .. import metrics
+from .. import doors, metrics
 from ..errors import NotPermittedError
 from ..messages import one_line
 from .reasons import Reason
@@ -67,11 +66,11 @@ _CLASSES: Final[dict[str, type[redis.exceptions.RedisError]]] = {
 class Outage(Wait):
     """A wait for a server: counts each failure and says at once what is wrong.
 
-    stage: who waits, in the log and in the metric of failures.
+    stage: who waits, in the log and in the metric of failures. run: of whoever waits.
     """
 
-    def __init__(self, stage: str, *, sleep: Callable[[float], object] = time.sleep) -> None:
-        super().__init__(Blocked(stage, "waiting for the server", first_s=0.0), sleep=sleep)
+    def __init__(self, stage: str, run: str, *, sleep: Callable[[float], object] = doors.sleep) -> None:
+        super().__init__(Blocked(stage, "waiting for the server", run, first_s=0.0), sleep=sleep)
         self._stage = stage
 
     def delay_after(self, error: Exception) -> float:
@@ -193,9 +192,11 @@ def not_now(sent: Sequence[Any] = ()) -> Iterator[None]:
         raise classified(error, sent) from None
 
 
-def patiently(call: Callable[[], T], who: str, *, sleep: Callable[[float], object] = time.sleep) -> T:
-    """Call until the server answers. Only for calls that may run twice. `who` names the caller in the log."""
-    outage = Outage(who, sleep=sleep)
+def patiently(
+    call: Callable[[], T], who: str, run: str, *, sleep: Callable[[float], object] = doors.sleep
+) -> T:
+    """Call until the server answers. Only for calls that may run twice. `who` of which run calls, for the log."""
+    outage = Outage(who, run, sleep=sleep)
     while True:
         try:
             result = call()

@@ -40,7 +40,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from importlib import resources
-from importlib.resources.abc import Traversable
 from typing import Any, Final, NamedTuple
 
 from .keys import EntryKeys, ShardKeys
@@ -106,20 +105,31 @@ class ScriptCall(NamedTuple):
 
 
 @cache
-def files() -> Mapping[str, Traversable]:
-    """Name of each script -> its file."""
-    folders = [folder for folder in _LUA.iterdir() if folder.is_dir() and folder.name != _LIB]
-    scripts = {file.name.removesuffix(".lua"): file for folder in folders for file in folder.iterdir()}
+def _texts() -> Mapping[str, Mapping[str, str]]:
+    """Folder -> name -> text. All are read at the first call: later the process may have no file descriptor left."""
+    return {
+        folder.name: {file.name.removesuffix(".lua"): file.read_text() for file in folder.iterdir()}
+        for folder in _LUA.iterdir()
+        if folder.is_dir()
+    }
+
+
+@cache
+def files() -> Mapping[str, str]:
+    """Name of each script -> the text of its file."""
+    scripts = {
+        name: text for folder, texts in _texts().items() if folder != _LIB for name, text in texts.items()
+    }
     return dict(sorted(scripts.items()))
 
 
 def source(name: str) -> str:
     """The file of the script `name` with what it includes."""
-    return _with_includes(files()[name].read_text())
+    return _with_includes(files()[name])
 
 
 def _with_includes(text: str) -> str:
-    return _INCLUDE.sub(lambda match: _with_includes((_LUA / _LIB / f"{match[1]}.lua").read_text()), text)
+    return _INCLUDE.sub(lambda match: _with_includes(_texts()[_LIB][match[1]]), text)
 
 
 @cache

@@ -13,6 +13,7 @@ import redis.asyncio.cluster
 import redis.connection
 import redis.exceptions
 
+from .. import doors
 from ..errors import SettingError
 from ..messages import brief, one_line
 from . import tls
@@ -102,7 +103,8 @@ def parse_url(url: str) -> Target:
         options = target.options
         _check_address(target, kind, options)
         # Makes the object only: an unknown option is an error now and not at the first command.
-        redis.ConnectionPool.from_url(target.url, **target.shared_options).make_connection()
+        shared = target.shared_options | doors.client_options
+        redis.ConnectionPool.from_url(target.url, **shared).make_connection()
     except (TypeError, ValueError, redis.exceptions.RedisError) as error:
         shown = one_line(hide_password(url))
         raise SettingError(f"redis URL {shown!r}: {one_line(str(error))}") from None

@@ -9,12 +9,12 @@ import logging
 import math
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from .. import clock, metrics
+from .. import clock, doors, metrics
+from ..forks import renewed_at_fork
 from ..messages import log_fields
 from .reasons import Reason, listed
 
@@ -28,17 +28,19 @@ BLOCKED_S: Final = 1.0
 ATTEMPT_S: Final = 30.0
 
 _live: weakref.WeakSet[Blocked] = weakref.WeakSet()
-_lock = threading.Lock()
+_lock = renewed_at_fork(threading.Lock())
 
 
 class Blocked:
     """Says why somebody waits, from the first `because` until `over`: after `first_s` seconds, then every REPORT_S.
 
-    who, what: the subject and the state in the log, e.g. "trainer" and "no batch". Any thread may call.
+    who, what: the subject and the state in the log, e.g. "trainer" and "no batch". run: of whoever waits; None for one
+    that knows a server only. Any thread may call.
     """
 
-    def __init__(self, who: str, what: str, first_s: float = REPORT_S) -> None:
-        self._subject = (who, what)
+    def __init__(self, who: str, what: str, run: str | None, first_s: float = REPORT_S) -> None:
+        self._subject = (run, who, what)
+        self._line = f"{who}: {what}" if run is None else f"run {run}: {who}: {what}"
         self._first_s = first_s
         self._names: frozenset[str] = frozenset()
         self._since = self._report_due = math.inf
@@ -61,8 +63,9 @@ class Blocked:
                 return  # another thread or task of this process waits for the same
             self._reported = now
         waited = f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""
-        fields = log_fields("waiting", role=self._subject[0], reason=", ".join(sorted(self._names)))
-        logger.warning("%s: %s%s: %s", *self._subject, waited, listed(reasons), extra=fields)
+        run, who, _ = self._subject
+        fields = log_fields("waiting", run=run, role=who, reason=", ".join(sorted(self._names)))
+        logger.warning("%s%s: %s", self._line, waited, listed(reasons, run), extra=fields)
 
     def over(self) -> None:
         """The wait has ended, which is told if the wait was: the next `because` begins another one."""
@@ -71,13 +74,14 @@ class Blocked:
             since, self._since, self._last = self._since, math.inf, -math.inf
             if self._reported < since:
                 return
-        fields = log_fields("waited", role=self._subject[0])
-        logger.info("%s: %s: goes on after %.0f s", *self._subject, clock.now() - since, extra=fields)
+        run, who, _ = self._subject
+        fields = log_fields("waited", run=run, role=who)
+        logger.info("%s: goes on after %.0f s", self._line, clock.now() - since, extra=fields)
 
     @property
     def who(self) -> str:
         """Who waits."""
-        return self._subject[0]
+        return self._subject[1]
 
     @property
     def seconds(self) -> float:
@@ -104,7 +108,7 @@ class Wait:
         timeout: float | None = None,
         base: float = 0.05,
         cap: float = 2.0,
-        sleep: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], object] = doors.sleep,
     ) -> None:
         self.timeout = timeout
         self._blocked = blocked

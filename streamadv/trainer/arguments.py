@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ..batch.progress import STATE_FORMAT
 from ..errors import SettingError
 from ..messages import brief
 
 MAX_URI_CHARS: Final = 2048
+MAY_BE_NONE: Final = frozenset(
+    ("min_groups", "tokens_per_micro_batch", "max_staleness", "drop_after", "max_filtered_batches", "epoch")
+)
 
 
 def check_arguments(
-    rank: int,
-    world_size: int,
-    mark: str,
-    commit: str,
-    durability_window: float,
-    **counts: tuple[int | None, int],
+    mark: object,
+    commit: object,
+    numbers: Mapping[str, object],
+    flags: Mapping[str, object],
+    **counts: tuple[Any, int],
 ) -> None:
-    """Raise SettingError for an argument out of range. counts: the others, with the least value of each."""
-    if not 0 <= rank < world_size:
-        raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
+    """Raise SettingError for an argument of a wrong type or out of range.
+
+    counts: whole numbers, with the least value of each; None where it has a meaning. numbers: not negative.
+    """
     for name, (value, least) in counts.items():
-        if value is not None and value < least:
-            raise SettingError(f"{name} is {value}, needs {least} or more")
+        if not is_whole(value, least) and not (value is None and name in MAY_BE_NONE):
+            unbounded = ", or None" if name in MAY_BE_NONE else ""
+            raise SettingError(f"{name} is {brief(value)}, needs a whole number, {least} or more{unbounded}")
+    rank, world_size = counts["rank"][0], counts["world_size"][0]
+    if rank >= world_size:
+        raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
     (min_groups, _), (batch_groups, _) = counts["min_groups"], counts["batch_groups"]
-    if min_groups and batch_groups and min_groups > batch_groups:
+    if min_groups is not None and min_groups > batch_groups:
         raise SettingError(f"min_groups is {min_groups}, needs batch_groups ({batch_groups}) or less")
     if mark not in ("auto", "explicit"):
-        raise SettingError(f"mark is {mark!r}, needs 'auto' or 'explicit'")
+        raise SettingError(f"mark is {brief(mark)}, needs 'auto' or 'explicit'")
     if commit not in ("each_batch", "manual"):
-        raise SettingError(f"commit is {commit!r}, needs 'each_batch' or 'manual'")
-    if not durability_window >= 0:
-        raise SettingError(f"durability_window is {durability_window}, needs 0 or more seconds")
+        raise SettingError(f"commit is {brief(commit)}, needs 'each_batch' or 'manual'")
+    for name, number in numbers.items():
+        if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < math.inf:
+            raise SettingError(f"{name} is {brief(number)}, needs a number, 0 or more")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise SettingError(f"{name} is {brief(flag)}, needs True or False")
 
 
 def check_weights(uri: str | None) -> None:
     """Raise SettingError unless it is None or a URI that fits into one line."""
     if uri is not None and not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and uri.isprintable()):
         raise SettingError(f"weights is {brief(uri)}, needs a URI of at most {MAX_URI_CHARS} characters")
+
+
+def is_whole(number: object, least: int = 0) -> bool:
+    """Whether it is a whole number from `least` on."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def check_state(state: Mapping[str, Any], run: str) -> None:
@@ -49,6 +67,18 @@ def check_state(state: Mapping[str, Any], run: str) -> None:
     missing = {"run", "version", "groups"} - state.keys()
     if missing:
         raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
+    if not is_whole(state.get("format", STATE_FORMAT)) or state.get("format", 1) > STATE_FORMAT:
+        raise SettingError(
+            f"state has format {brief(state['format'])}, this release reads up to {STATE_FORMAT}: use the release that "
+            "has written it, or a later one"
+        )
+    if not is_whole(state["version"]):
+        raise SettingError(
+            f"version of the state is {brief(state['version'])}: give what state_dict() returned"
+        )
+    groups = state["groups"]
+    if not (isinstance(groups, list) and all(isinstance(group_id, str) for group_id in groups)):
+        raise SettingError("groups of the state are no list of ids: give what state_dict() returned")
     if state["run"] != run:
         raise SettingError(
             f"state is of run {state['run']!r}, this queue reads {run!r}: load the state of a checkpoint of this run, "

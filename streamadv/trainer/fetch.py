@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import doors
 from ..advantage.results import BatchResults
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
@@ -96,7 +97,7 @@ class FetchedShare:
 
         max_bytes: of all of them together. stop: reads no more when it is set.
         """
-        stop = stop or threading.Event()
+        stop = stop or doors.Event()
         due = self.missing
         sizes = accumulate(self.share.own.packets[number].size for number in due)
         due = due[: len(due) if max_bytes is None else sum(size <= max_bytes for size in sizes)]
@@ -290,10 +291,10 @@ class ReadAhead:
     ) -> None:
         self.batch = record.id
         self._run = run
-        self._stopped = threading.Event()
+        self._stopped = doors.Event()
         self._fetched: FetchedShare | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
+        self._thread = doors.Thread(
             target=self._fetch, args=(layout, record, rank, memory), name="streamadv-read-ahead", daemon=True
         )
         self._thread.start()

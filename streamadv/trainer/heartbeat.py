@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from typing import Final
 
-from .. import clock
+from .. import clock, doors
 from ..batch.progress import Progress
 from ..batch.session import Session
 from ..errors import EpochFencedError
@@ -33,7 +33,7 @@ class Heartbeat:
         self._progress = progress
         self._session: Session | None = None
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._closed = doors.Event()
         self._beat_at = -math.inf
         self._told: tuple[int, int, int] | None = None  # how far the rank was at that time
 
@@ -42,9 +42,7 @@ class Heartbeat:
         self._session = session
         if self._thread is None and not self._closed.is_set():
             arguments = (weakref.ref(self), self._closed)
-            self._thread = threading.Thread(
-                target=_beat, args=arguments, name="streamadv-heartbeat", daemon=True
-            )
+            self._thread = doors.Thread(target=_beat, args=arguments, name="streamadv-heartbeat", daemon=True)
             self._thread.start()
 
     def close(self) -> None:

@@ -26,8 +26,14 @@ LATE_COLUMNS: Final = frozenset({"old_log_probs", "values"})
 NEVER_LATE: Final = frozenset({"input_ids", "response_mask", "versions", *OUTPUT_COLUMNS})
 
 
-def check_late(late: Mapping[str, LateColumn]) -> None:
-    """Raise SettingError for a column that cannot be late, or whose supplier is no function."""
+def check_late(late: Mapping[str, LateColumn] | None) -> dict[str, LateColumn]:
+    """The suppliers. Raises SettingError for a column that cannot be late, or whose supplier is no function."""
+    if late is None:
+        return {}
+    if not isinstance(late, Mapping):
+        raise SettingError(
+            f"late is {brief(late)}, needs functions of a micro-batch by column: {{NAME: function}}"
+        )
     for name, function in late.items():
         if not isinstance(name, str) or not COLUMN_NAME.fullmatch(name):
             raise SettingError(f"late: {brief(name)} is no column's name")
@@ -37,6 +43,7 @@ def check_late(late: Mapping[str, LateColumn]) -> None:
             raise SettingError(f"late: {name} is pushed or computed, it cannot be made late: leave it out")
         if not callable(function):
             raise SettingError(f"late: {name} is {brief(function)}, needs a function of a micro-batch")
+    return dict(late)
 
 
 def make_late_columns(
@@ -111,6 +118,8 @@ def _name_of(supplier: LateColumn) -> str:
 
 def pushed_columns(chain: Chain, late: Iterable[str], pushed: Sequence[str]) -> frozenset[str]:
     """Columns of the chain that producers have to push. Raises SettingError for one that nobody supplies."""
+    if isinstance(pushed, str):
+        raise SettingError(f"pushed is {brief(pushed)}, needs a list of columns: [{brief(pushed)}]")
     made: set[str] = set()
     for step in chain.steps:
         for name in step.needs:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
+from .. import doors
+from ..batch.hold import NotHeldError
 from ..batch.progress import Progress
 from ..batch.record import BatchRecord
 from ..batch.session import Session
 from ..errors import SettingError
+from ..messages import log_fields
+from ..store.retry import RETRYABLE
 from .microbatch import Batch
 from .sessions import Sessions
+
+logger = logging.getLogger(__name__)
 
 Mark = Literal["auto", "explicit"]
 Commit = Literal["each_batch", "manual"]
@@ -21,8 +28,9 @@ class Marks:
     """Marks batches of one rank as trained and commits them; nothing here waits or tries again."""
 
     def __init__(
-        self, sessions: Sessions, progress: Progress, leads: bool, mark: Mark, commit: Commit
+        self, run: str, sessions: Sessions, progress: Progress, leads: bool, mark: Mark, commit: Commit
     ) -> None:
+        self._run_name = run
         self._sessions = sessions
         self._progress = progress
         self._leads = leads
@@ -30,7 +38,7 @@ class Marks:
         self._commits = commit == "each_batch"
         self.current: Batch | None = None  # delivered last; only where the next one marks it
         #: Set when a batch was marked; who waits for that clears it first.
-        self.news = threading.Event()
+        self.news = doors.Event()
 
     def delivered(self, batch: Batch) -> None:
         """The training loop gets the batch."""
@@ -52,14 +60,14 @@ class Marks:
 
     def open(self, weights: str | None) -> None:
         """As `TrainerQueue.open`, once."""
-        session = self._writing_session()
+        session = self.session()
         if weights is not None:
             self._progress.publish_weights(session.version, weights)
             session.publish_weights()
 
     def finish(self) -> None:
         """As `TrainerQueue.finish`, once."""
-        session = self._writing_session()
+        session = self.session()
         if self._commits:
             session.commit(session.version)
         session.finish()
@@ -85,7 +93,7 @@ class Marks:
         """The second part, once."""
         if weights is not None:
             self._progress.publish_weights(record.k + 1, weights)
-        session = self._writing_session()
+        session = self.session()
         commits = self._mark == "explicit" and self._commits
         session.publish_version(record, commits)
         if commits:
@@ -94,13 +102,40 @@ class Marks:
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """As `TrainerQueue.commit`, once."""
-        session = self._writing_session()
+        session = self.session()
         if state["version"] > session.version:
             raise SettingError(
                 f"state has version {state['version']}, this queue is at {session.version}: load it first"
             )
         session.commit(state["version"])
 
-    def _writing_session(self) -> Session:
-        """The session to write with. Only rank 0 writes, to the servers as they are now."""
-        return self._sessions.checked() if self._leads else self._sessions.current()
+    def session(self) -> Session:
+        """The session on the servers as they are. Ranks above 0 do not wait for rank 0, which may wait for them."""
+        if self._leads:
+            return self._sessions.checked()
+        with suppress(NotHeldError, *RETRYABLE):
+            return self._sessions.checked()
+        return self._sessions.current()
+
+    def warn_of_current(self) -> None:
+        """The batch in hand is in no checkpoint before the loop says that it was trained."""
+        batch = self.current
+        if batch is not None and batch.version >= self._progress.version:
+            text = (
+                "checkpoint %d does not count batch %d as trained, which this queue has delivered: if the weights have "
+                "it, call queue.trained(batch) before the checkpoint, or it is trained on again after a restart"
+            )
+            fields = log_fields("batch_in_hand", run=self._run_name, role="trainer", batch=batch.version)
+            logger.warning(text, self._progress.version, batch.version, extra=fields)
+
+    def warn_of_uncommitted(self) -> None:
+        """The queue is closed with batches that are in no checkpoint."""
+        progress = self._progress
+        count = progress.version - progress.committed
+        if self._leads and count and not self._commits:
+            text = (
+                "run %s: %d batches are trained and in no checkpoint, and the queue is closed: the next trainer gets "
+                "them again. Save one after the loop: with queue.checkpoint(folder) as path: ..."
+            )
+            fields = log_fields("closed_uncommitted", run=self._run_name, role="trainer", count=count)
+            logger.warning(text, self._run_name, count, extra=fields)

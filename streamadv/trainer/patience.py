@@ -21,11 +21,11 @@ class Patience:
     The call gives up `timeout` seconds after the last progress: a new group, or a batch that was named.
     """
 
-    def __init__(self, timeout: float | None, pause: Callable[[float], object]) -> None:
+    def __init__(self, run: str, timeout: float | None, pause: Callable[[float], object]) -> None:
         self.timeout = timeout
-        self.outage = Outage("trainer", sleep=pause)
-        self._batch = Wait(Blocked("trainer", "waiting for a batch"), timeout=timeout)
-        self._hold = Wait(Blocked("trainer", "waiting for rank 0"), cap=HOLD_CAP_S, sleep=pause)
+        self.outage = Outage("trainer", run, sleep=pause)
+        self._batch = Wait(Blocked("trainer", "waiting for a batch", run), timeout=timeout)
+        self._hold = Wait(Blocked("trainer", "waiting for rank 0", run), cap=HOLD_CAP_S, sleep=pause)
         self._counts: list[int] = []
 
     @property

@@ -1,20 +1,21 @@
 """The trainer queue: what a training job iterates over, and what tells the pipeline what was trained.
 
 It is a log read by rank, not a work queue: rank 0 names batches, every rank reads the same record and takes its
-part of the same plan. The trainer's checkpoint decides what was trained: save `state_dict()` with the weights,
-then `commit` it.
+part of the same plan. The trainer's checkpoint decides what was trained: `checkpoint` saves its state with the
+weights and commits, `resume` goes on from there.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .. import metrics
+from .. import doors, metrics
 from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
@@ -26,12 +27,14 @@ from ..errors import (
     ServerUnreachableError,
     SettingError,
 )
-from ..messages import log_fields
-from ..run.manifest import RunSettings
+from ..messages import brief, log_fields
+from ..run.manifest import RunSettings, given_settings
+from ..settings import run_name
 from ..status.watchdog import Limits
 from ..store.connection import Connection
 from ..store.retry import T, patiently
-from .arguments import check_arguments, check_state, check_weights
+from .arguments import check_arguments, check_state, check_weights, is_whole
+from .checkpoints import find_start, read_start, saving
 from .late_columns import LateColumn, check_late, pushed_columns
 from .marks import Commit, Mark, Marks
 from .microbatch import Batch
@@ -40,6 +43,7 @@ from .plan import Rank
 from .reader import STAGE
 from .sessions import Sessions
 from .supply import Supply
+from .together import Together
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,7 @@ class TrainerQueue(IterableDataset[Batch]):
     """Iterate over it for batches: `for batch in queue: for micro_batch in batch: ...`.
 
     connection: URL of the server, or a `Connection`, which `close` then leaves open.
-    run: name of the run; created if the server has none of that name.
+    run: name of the run; None = STREAMADV_RUN, else `default`. Created if the server has none of that name.
     rank, world_size: of this process, 0 <= rank < world_size. Rank 0 leads: it names batches.
     batch_groups: groups of a batch.
     min_groups: name a batch as soon as so many groups are complete (default batch_groups).
@@ -67,9 +71,10 @@ class TrainerQueue(IterableDataset[Batch]):
     mark: "auto" marks a batch as trained when the next one is asked for, if `trained` did not; "explicit" leaves it to
         `trained`, for a trainer that reads ahead, from another thread if it likes. `prefetch` says how far: the queue
         delivers that many batches beyond the first one that is not marked.
-    commit: "each_batch" commits and deletes a batch when the next one is asked for (mark "explicit": when it is
-        marked). What was learned from it since the last checkpoint is lost if the trainer crashes. "manual" leaves it
-        to `commit`, after the checkpoint is saved.
+    commit: "manual" leaves it to `checkpoint`, or to `commit` after a checkpoint is saved: then a batch counts as
+        trained, and is deleted. "each_batch" does that when the next one is asked for (mark "explicit": when it is
+        marked). It is for those who keep weights elsewhere: after a crash the run goes on behind the last batch that
+        was asked for, so what weights loaded from before have not learned from batches since does not come again.
     device: of the micro-batches: "cpu", "cuda", or "auto" for cuda if there is one.
     epoch: `queue.epoch` of rank 0, by which a rank above 0 may find its training job instead of by `job`.
     job: id of this start of the training job, the same on all its ranks and of no other start. Default: torchrun's or
@@ -82,10 +87,10 @@ class TrainerQueue(IterableDataset[Batch]):
         or dead since the last batch; None never does.
     settings: of the run, see `RunSettings`.
 
-    Which calls each rank makes: every rank iterates, or calls `next_batch`, and calls `load_state_dict` with the same
-    state. `trained`, `state_dict` and `commit` count on rank 0 alone; on the other ranks they change nothing in the
-    run, so all ranks may run the same code. None of them is a collective call. If several ranks save parts of a
-    checkpoint, a barrier belongs between their saving and `commit`.
+    Which calls each rank makes: every rank iterates, or calls `next_batch`, and calls `checkpoint`, `resume` and
+    `load_state_dict`, these with the same folder or state. `trained`, `state_dict` and `commit` count on rank 0 alone;
+    on the other ranks they change nothing in the run, so all ranks may run the same code. None of them is a collective
+    call. If several ranks save parts of a checkpoint themselves, a barrier belongs between their saving and `commit`.
 
     Calls are safe from several threads. The constructor asks no server. Raises SettingError for an argument out of
     range. Every other call waits for a server that does not answer, and raises EpochFencedError when a newer trainer
@@ -95,7 +100,7 @@ class TrainerQueue(IterableDataset[Batch]):
     def __init__(
         self,
         connection: str | Connection,
-        run: str = "default",
+        run: str | None = None,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -110,7 +115,7 @@ class TrainerQueue(IterableDataset[Batch]):
         late: Mapping[str, LateColumn] | None = None,
         pushed: Sequence[str] = (),
         mark: Mark = "auto",
-        commit: Commit = "each_batch",
+        commit: Commit = "manual",
         device: Device = "cpu",
         epoch: int | None = None,
         job: str | None = None,
@@ -121,11 +126,12 @@ class TrainerQueue(IterableDataset[Batch]):
         settings: RunSettings | None = None,
     ) -> None:
         check_arguments(
-            rank,
-            world_size,
             mark,
             commit,
-            durability_window,
+            numbers={"durability_window": durability_window, "min_kept_ratio": min_kept_ratio},
+            flags={"keep_groups": keep_groups, "keep_rolled_back": keep_rolled_back},
+            rank=(rank, 0),
+            world_size=(world_size, 1),
             batch_groups=(batch_groups, 1),
             min_groups=(min_groups, 1),
             tokens_per_micro_batch=(tokens_per_micro_batch, 1),
@@ -133,9 +139,10 @@ class TrainerQueue(IterableDataset[Batch]):
             drop_after=(drop_after, 0),
             prefetch=(prefetch, 0),
             max_filtered_batches=(max_filtered_batches, 1),
+            epoch=(epoch, 0),
         )
-        late = dict(late or {})
-        check_late(late)
+        late = check_late(late)
+        settings = given_settings(settings)
         built = build_chain(chain)
         naming = NamingSettings(
             batch_groups=batch_groups,
@@ -150,19 +157,21 @@ class TrainerQueue(IterableDataset[Batch]):
             tokens_per_micro_batch=tokens_per_micro_batch,
             keep_groups=keep_groups,
         )
+        run = run_name(run)
         _warn_of_early_drops(run, max_staleness, naming.drop_after)
         self._connection = Connection.of(connection)
         self._owns_connection = isinstance(connection, str)
         self._run_name = run
         self._rank = Rank(rank, world_size, choose_device(device))
         metrics.begin_stage(STAGE, "trainer" if rank == 0 else "rank")
-        self._stop = threading.Event()
+        self._stop = doors.Event()
         self._progress = Progress(durability_window, world_size)
         self._sessions = Sessions(
             self._connection, run, settings, naming, self._rank, job, epoch, self._progress
         )
-        self._marks = Marks(self._sessions, self._progress, rank == 0, mark, commit)
-        self._lock = threading.RLock()  # held for each step, not while `next_batch` waits
+        self._marks = Marks(run, self._sessions, self._progress, rank == 0, mark, commit)
+        self._together = Together(run, self._rank, self._sessions.number, self._pause)
+        self._lock = doors.RLock()  # held for each step, not while `next_batch` waits
         limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, naming.min_groups)
         self._supply = Supply(
             run, self._rank, self._marks, self._progress, late, limits, self._lock, self._stop, self._pause
@@ -233,15 +242,21 @@ class TrainerQueue(IterableDataset[Batch]):
         max_groups: a batch that is named now gets no more groups than this (default batch_groups).
 
         Raises BatchLostError if the server lost a named batch, LateColumnError for a supplier that fails, and where
-        waiting cannot end StarvedError, UncommittedBudgetError or BatchBudgetError. After an error the next call gives
+        waiting cannot end StarvedError, UncommittedBudgetError or BatchBudgetError; StarvedError also at the end of a
+        run of which nothing was trained because all groups were dropped. After an error the next call gives
         the same batch.
         """
+        take_back: list[Callable[[], None]] = []
         try:
             with metrics.wait(STAGE):
-                return self._supply.next_batch(timeout, max_groups)
-        except KeyboardInterrupt:
-            self._supply.stop_reading()
-            raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
+                return self._supply.next_batch(timeout, max_groups, take_back)
+        except BaseException as error:
+            for undo in take_back:
+                undo()
+            if isinstance(error, KeyboardInterrupt):
+                self._supply.stop_reading()
+                raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
+            raise
 
     @property
     def batches_waiting(self) -> int:
@@ -268,6 +283,8 @@ class TrainerQueue(IterableDataset[Batch]):
         this queue has not delivered, or has committed, or that comes before its turn.
         """
         check_weights(weights)
+        if not isinstance(batch, Batch):
+            raise SettingError(f"batch is {brief(batch)}, needs what next_batch has returned")
         noted: BatchRecord | None = None
 
         def note_and_publish() -> None:
@@ -277,8 +294,74 @@ class TrainerQueue(IterableDataset[Batch]):
 
         self._patiently(note_and_publish)
 
+    @contextmanager
+    def checkpoint(self, folder: str | Path, *, keep: int = 2) -> Iterator[Path]:
+        """Save a checkpoint: `with queue.checkpoint(folder) as path:` gives an empty folder to write the weights to.
+
+        Leaving the block writes the queue's state there, renames it to `folder/<version>`, which is there whole or not
+        at all, commits, and removes all but the `keep` newest. An exception leaves nothing, and commits nothing.
+        The version is that of `state_dict()` at the beginning of the block: batches below it are in the weights.
+
+        Every rank calls it after the same batch, and writes into the same folder, on a disk that all see. The ranks
+        wait for each other, by the key-value store of torch.distributed's process group; no collective call is made.
+
+        Args:
+            folder: of one run; is made if need be. What has other names than numbers in it is left alone.
+            keep: checkpoints that stay, at least 1.
+
+        Raises SettingError for a folder of another run, with a later checkpoint or without a process group for several
+        ranks, CheckpointError if the disk or another rank fails, BatchLostError and EpochFencedError.
+        """
+        if not is_whole(keep, 1):
+            raise SettingError(f"keep is {brief(keep)}, needs a whole number from 1 on")
+        state = self.state_dict()
+        self._marks.warn_of_current()
+        with saving(Path(folder), keep, state, self._together, self._look, self.commit) as path:
+            yield path
+
+    def resume(self, folder: str | Path) -> Path | None:
+        """Go on from the newest checkpoint in `folder`, as `load_state_dict`. Returns its path, to load the weights.
+
+        None if there is none: the run begins at version 0, and batches delivered before and never committed come again.
+        Call it on every rank, before the first batch; all take the checkpoint that rank 0 finds.
+
+        Raises SettingError for a run that has committed batches while the folder has no checkpoint, for a checkpoint of
+        another run or of a later release, or one that cannot be read, and CheckpointError if another rank fails.
+        """
+        folder, together = Path(folder), self._together
+        together.begin()
+        while True:
+            with together.step(alone=True) as found:
+                if together.leads:
+                    found.says = self._find_start(folder)
+            with together.step():  # a rank that cannot read it keeps all from taking the run
+                path, state = read_start(folder, self._run_name, found.heard[0])
+            with together.step(alone=True) as taken:
+                if together.leads:
+                    self._go_on(state)
+                    # The trainer before could save one more until the run was taken.
+                    taken.says = self._find_start(folder)
+            if taken.heard[0] == found.heard[0]:
+                break
+        if not together.leads:
+            self._go_on(state)
+        return path
+
+    def _find_start(self, folder: Path) -> str:
+        versions = self._patiently(self._sessions.stored_versions)
+        return find_start(folder, self._run_name, *versions)
+
+    def _go_on(self, state: Mapping[str, Any] | None) -> None:
+        """From this state, None for a run that nobody has trained."""
+        if state is not None:
+            self.load_state_dict(state)
+        elif self._rank.number == 0:
+            self._patiently(self._sessions.current)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what to save beside the weights, JSON-serialisable. Pass it to `commit` after saving.
+
+        `checkpoint` does both; this is for trainers with checkpoints of their own.
 
         Rank 0 calls it. It has the ids of all groups in the weights that the server may still have, or get back after
         data loss: groups of batches that are not committed, or were committed within `durability_window`. So it grows
@@ -314,17 +397,31 @@ class TrainerQueue(IterableDataset[Batch]):
         if self._rank.number == 0:
             self._patiently(self._sessions.current)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Disconnect. Batches that were delivered and not marked as trained are delivered again by the next queue."""
+        """Disconnect: the run hears that this trainer has left.
+
+        Batches that were delivered and not marked as trained are delivered again by the next queue.
+        """
         self._stop.set()
         self._supply.stop_reading()
+        self._marks.warn_of_uncommitted()
         self._sessions.close()
         if self._owns_connection:
             self._connection.close()
 
+    def _look(self) -> None:
+        """Raise where this rank may not go on: another trainer has the run, or its last batch is named again."""
+        self._patiently(self._marks.session)
+
     def _patiently(self, call: Callable[[], T]) -> T:
         """`call()`, repeated until the server answers and rank 0 has the run."""
-        patience = Patience(None, self._pause)
+        patience = Patience(self._run_name, None, self._pause)
 
         def called() -> T:
             while True:
@@ -335,7 +432,7 @@ class TrainerQueue(IterableDataset[Batch]):
                     patience.wait_for_hold(error)
 
         try:
-            return patiently(called, STAGE, sleep=self._pause)
+            return patiently(called, STAGE, self._run_name, sleep=self._pause)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
 

@@ -42,17 +42,23 @@ class BatchReader:
         self._late = late
         self.log = ResultsLog(session)
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
+        self.ready: tuple[BatchRecord, Batch] | None = None  # to be delivered next, once all of it is here
         self._layout = Layout.of([])  # made last
         self._memory = ColumnMemory(rank.device)
 
     def collect(self) -> Batch | None:
-        """Deliver the next batch. None while it is not named, or some of its results have not been published.
+        """The next batch, the same until `hand_out`. None while it is not named, or some of its results are missing.
 
         Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read:
         pass that to `exclude` and call again. Also LateColumnError and SettingError.
         """
         session = self.session
         record = session.find(session.progress.delivered)
+        if self.ready is not None and record in (
+            None,
+            self.ready[0],
+        ):  # rank 0 may have committed it meanwhile
+            return self.ready[1]
         if record is None:
             return None
         self.read_ahead(record)
@@ -69,13 +75,20 @@ class BatchReader:
         figures = {**batch_figures(batch), **session.dropped.figures(), **batch.metrics}
         batch.metrics.clear()
         batch.metrics.update(named(figures))
-        session.dropped.clear()
-        self.log.forget(record.id)
-        self.stop()
-        session.progress.deliver(record)
         of_batch = session.progress.batch(record)
         traces.delivered(session.run, of_batch, computed.layout.groups, since, session.leads)
+        self.ready = record, batch
         return batch
+
+    def hand_out(self) -> None:
+        """The training loop gets the batch that is ready."""
+        assert self.ready is not None
+        record, _ = self.ready
+        self.session.progress.deliver(record)
+        self.ready = None
+        self.session.dropped.clear()
+        self.log.forget(record.id)
+        self.stop()
 
     def exclude(self, error: UndecodableGroupError) -> bool:
         """Exclude what `collect` could not read from the next batch: its groups become dead letters.

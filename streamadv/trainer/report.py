@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,13 +14,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import metrics
+from .. import doors, metrics
 from ..algorithms.chain.sources import UNKNOWN
 from ..grouping.layout import Layout
 from ..metrics.instruments import EVALUATED, KEPT, MAX_DATA_SOURCES
 from ..run import Run
+from ..status.causes import LOST
 from ..status.evaluations import Evaluation, read_evaluations
-from ..status.losses import LOST
 from ..status.model import Ledger, by_reason
 from ..store.retry import RETRYABLE
 from .microbatch import Batch
@@ -97,8 +96,8 @@ class RunFigures:
     def _evaluation(self, counters: Counter[str]) -> dict[str, float]:
         """What evaluation groups have shown, under verl's names: with one batch, and again if it changes.
 
-        Of each data source the newest version, or the one before it while evaluation groups are open. While the server
-        is away there is nothing new.
+        Of each data source the newest round or version, or the one before it while evaluation groups are open. While
+        the server is away there is nothing new.
         """
         if counters[f"outcome:{EVALUATED}"] == self._evals_ended:
             return {}
@@ -112,8 +111,8 @@ class RunFigures:
             if evaluation.mean is not None:
                 by_source.setdefault(evaluation.data_source, []).append(evaluation)
         figures: dict[str, float] = {}
-        for source, versions in list(by_source.items())[:MAX_DATA_SOURCES]:
-            complete = versions if is_complete else versions[:-1]
+        for source, ascending in list(by_source.items())[:MAX_DATA_SOURCES]:
+            complete = ascending if is_complete else ascending[:-1]
             if complete and complete[-1] != self._reported.get(source):
                 self._reported[source] = complete[-1]
                 figures |= _validation(complete[-1])
@@ -141,6 +140,7 @@ def _flow(news: Counter[str]) -> dict[str, float]:
 
 def _validation(evaluation: Evaluation) -> dict[str, float]:
     source = evaluation.data_source or UNKNOWN
+    oldest = None if evaluation.round is None else evaluation.oldest_version
     core = {"mean": evaluation.mean, "best/mean": evaluation.best}
     aux = {"std_error": evaluation.std_error, "min": evaluation.min, "max": evaluation.max}
     return {
@@ -149,6 +149,7 @@ def _validation(evaluation: Evaluation) -> dict[str, float]:
         f"val-aux/{source}/trajectories": evaluation.trajectories,
         f"val-aux/{source}/failed": evaluation.failed,
         **({} if evaluation.version is None else {f"val-aux/{source}/version": evaluation.version}),
+        **({} if oldest is None else {f"val-aux/{source}/oldest_version": oldest}),
     }
 
 
@@ -159,7 +160,7 @@ def times(batch: Batch, wait_s: float, step_s: float | None) -> dict[str, float]
     """
     figures = {"timing_s/wait": wait_s}
     if len(batch.layout):
-        queued_s = np.maximum(0, time.time() - _logged_s(batch.layout)[np.unique(batch.layout.group)])
+        queued_s = np.maximum(0, doors.wall() - _logged_s(batch.layout)[np.unique(batch.layout.group)])
         figures |= {
             "timing_s/in_queue/mean": float(queued_s.mean()),
             "timing_s/in_queue/max": float(queued_s.max()),
@@ -194,8 +195,7 @@ def observe(batch: Batch) -> None:
         in_flight_lag=in_flight,
         in_queue_lag=np.maximum(0, staleness - in_flight),
         num_tokens=batch.num_tokens,
-        num_trajectories=batch.num_trajectories,
-        e2e_s=time.time() - _logged_s(batch.layout)[batch.layout.group],
+        e2e_s=doors.wall() - _logged_s(batch.layout)[batch.layout.group],
     )
 
 

@@ -16,6 +16,7 @@ from ..messages import log_fields
 from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..store.connection import Connection
+from ..store.replies import as_count
 from .heartbeat import Heartbeat
 from .plan import Rank
 
@@ -50,7 +51,8 @@ class Sessions:
         self._rank = rank
         self._job = None if job is None else check_job(job)
         self._epoch = epoch
-        self._number = count_queue(run, rank.number) if rank.world_size > 1 else 0
+        #: Of this queue among those of its run, rank and process.
+        self.number = count_queue(run, rank.number) if rank.world_size > 1 else 0
         self._run: Run | None = None
         self._session: Session | None = None
         self._is_stale = False  # its servers were replaced
@@ -90,6 +92,12 @@ class Sessions:
             self._say_where_it_begins()
         return session
 
+    def stored_versions(self) -> tuple[int, int]:
+        """Version and committed version of the run; it is not taken."""
+        run = self.opened_run()
+        version, committed = run.connection.scripts.hmget(run.keys.home.session, ["version", "committed"])
+        return as_count(version), as_count(committed)
+
     def end(self) -> None:
         """Begin anew at the next call: the progress was set back to a checkpoint."""
         self._log_drops()
@@ -105,7 +113,7 @@ class Sessions:
             self._session.dropped.log(now=True)
 
     def _begin(self) -> Session:
-        run = self._opened_run()
+        run = self.opened_run()
         session: Session
         if self._rank.number == 0:
             self.progress.job = self.progress.job or self._find_job() or random_job()
@@ -125,15 +133,18 @@ class Sessions:
             return
         logger.log(
             logging.INFO if self.naming.max_staleness is None else logging.WARNING,
-            "run %s was trained to version %d before, and no checkpoint is loaded: version %d is trained next. "
-            "Call load_state_dict with the state of the checkpoint that the weights are from, or give another run=",
+            "run %s was trained to version %d before, and no checkpoint is loaded: these weights count as version %d, "
+            "and are trained on what the policy before has played. If they are not that policy's, call queue.resume("
+            "the folder of its checkpoints), give another run=, or `streamadv runs delete --run %s`",
             self._run_name,
             version,
             version,
+            self._run_name,
             extra=log_fields("run_with_history", run=self._run_name, role="trainer"),
         )
 
-    def _opened_run(self) -> Run:
+    def opened_run(self) -> Run:
+        """The run, whoever has it."""
         # Credentials are checked once: later a refusal can be transient, as a restarting server loads its users late.
         if not self._is_checked:
             self._connection.check()
@@ -147,7 +158,7 @@ class Sessions:
     def _find_job(self) -> str | None:
         if self._job is not None or self._rank.world_size == 1:
             return self._job
-        return find_job(self._number)
+        return find_job(self.number)
 
     def _job_key(self) -> JobKey:
         """By what this rank above 0 finds its job. Raises SettingError when it has neither an id nor an epoch."""

@@ -12,8 +12,9 @@ from .. import clock
 from ..batch.hold import NotHeldError
 from ..batch.progress import Progress
 from ..batch.session import Session
-from ..errors import BatchLostError, NoBatchError, UndecodableGroupError
+from ..errors import BatchLostError, NoBatchError, StarvedError, UndecodableGroupError
 from ..messages import log_fields
+from ..status.causes import why_nothing_was_kept
 from ..status.watchdog import Limits, Watchdog, why_no_batch
 from ..store.retry import RETRYABLE
 from .late_columns import LateColumn
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Milliseconds of one wait for news at most.
 BLOCK_MS: Final = 500
+#: Batches in a row without any advantage, after which that is told.
+FLAT_BATCHES: Final = 5
 
 
 class Supply:
@@ -59,6 +62,8 @@ class Supply:
         self._stop = stop
         self._pause = pause
         self._delivered_at: float | None = None  # when a batch was delivered last
+        self._flat = 0  # batches in a row in which every advantage is 0
+        self._reported: Batch | None = None  # taken back from the training loop, with its figures
         # Of the session that was seen last:
         self._reader: BatchReader | None = None
         self._watchdog: Watchdog | None = None  # rank 0's
@@ -69,20 +74,24 @@ class Supply:
         """k of the batch to be delivered next."""
         return self._progress.delivered
 
-    def next_batch(self, timeout: float | None, max_groups: int | None) -> Batch | None:
-        """As `TrainerQueue.next_batch`."""
+    def next_batch(
+        self, timeout: float | None, max_groups: int | None, take_back: list[Callable[[], None]]
+    ) -> Batch | None:
+        """As `TrainerQueue.next_batch`. take_back: gets what undoes the delivery, for a call that does not return."""
         started = clock.now()
-        patience = Patience(timeout, self._pause)
+        patience = Patience(self._run_name, timeout, self._pause)
         if self._reader is not None:
             self._reader.session.look_again()  # waiting does it after that
         while True:
             try:
                 with self._lock:
                     batch, reader = self._advance(patience, max_groups)
-                    if batch is not None:
-                        self._report(batch, clock.now() - started)
-                if batch is not None or reader is None:
-                    return batch
+                    if batch is not None and reader is not None:
+                        if batch is not self._reported:
+                            self._report(batch, clock.now() - started)
+                        return self._hand_out(batch, reader, max_groups, take_back)
+                if reader is None:
+                    return None
                 self._wait_for_news(reader, patience, max_groups)
             except NotHeldError as error:
                 if patience.is_over:
@@ -107,16 +116,36 @@ class Supply:
         if (ended and session.name_ahead(True, max_groups)) or is_new:
             patience.progress()
         batch = self._collect(reader)
-        if batch is not None:
-            self._marks.delivered(batch)
-            self._prepare_next(reader, max_groups)
-        elif ended and session.has_scanned_logs and session.find(self._next) is None:
+        if batch is None and ended and session.has_scanned_logs and session.find(self._next) is None:
+            lost = None if self._progress.has_delivered else why_nothing_was_kept(session.run)
             session.publish_end(self._progress.ends + 1)
             self._progress.end()
             if not self._progress.has_delivered:
-                self._warn_of_no_batch()
+                self._end_without_batch(lost)
             return None, None
         return batch, reader
+
+    def _hand_out(
+        self,
+        batch: Batch,
+        reader: BatchReader,
+        max_groups: int | None,
+        take_back: list[Callable[[], None]],
+    ) -> Batch:
+        """Note that the training loop has the batch."""
+        before, ready = self._next, reader.ready
+
+        def undo() -> None:
+            with self._lock:
+                self._marks.current, self._progress.delivered, reader.ready = None, before, ready
+                self._reported = batch
+
+        take_back.append(undo)
+        self._reported = None
+        reader.hand_out()
+        self._prepare_next(reader, max_groups)
+        self._marks.delivered(batch)
+        return batch
 
     def _reader_of(self, session: Session) -> BatchReader:
         """The reader of this session: a new session reads the logs from their start."""
@@ -164,17 +193,43 @@ class Supply:
         if self._watchdog is not None and self._run_figures is not None:
             self._watchdog.progress()
             figures |= self._run_figures.figures(self._watchdog.counters)
+            progress = self._progress
+            self._watchdog.look_at_commits(
+                len(progress.batches),
+                progress.version - progress.committed,
+                progress.committed,
+            )
         batch.metrics.update(named(figures))
         if self._watchdog is not None:
             observe(batch)
+            self._look_at_advantages(batch)
 
-    def _warn_of_no_batch(self) -> None:
+    def _look_at_advantages(self, batch: Batch) -> None:
+        ends = [batch.metrics.get(f"critic/advantages/{end}") for end in ("min", "max")]
+        self._flat = self._flat + 1 if ends == [0.0, 0.0] else 0
+        if self._flat == FLAT_BATCHES:
+            logger.warning(
+                "run %s: all advantages of the last %d batches are 0, so nothing is learned from them "
+                "(critic/score/zero_std_ratio %g: the share of groups whose rollouts all have the same reward): look "
+                "at the rewards, or filter such groups by RunSettings(zero_variance_filter=True)",
+                self._run_name,
+                FLAT_BATCHES,
+                batch.metrics.get("critic/score/zero_std_ratio", 0.0),
+                extra=log_fields("zero_advantages", run=self._run_name, role=STAGE, batch=batch.version),
+            )
+
+    def _end_without_batch(self, lost: str | None) -> None:
+        """lost: what became of all that was pushed. Raises StarvedError if that is why the run was never trained."""
+        version = self._progress.version
+        if lost and not version:
+            raise StarvedError(f"run {self._run_name} has ended at version 0 and nothing was trained: {lost}")
         if self._rank.number == 0:
             logger.warning(
                 "run %s has ended at version %d before a batch came: its producers have finished and no group is left; "
-                "start producers, or give another run=",
+                "%sstart producers, or give another run=",
                 self._run_name,
-                self._progress.version,
+                version,
+                f"in all {lost}; " if lost else "",
                 extra=log_fields("ended_without_batch", run=self._run_name, role=STAGE),
             )
 
@@ -194,7 +249,7 @@ class Supply:
         elif timeout != 0:  # at least once in a call, however slow this machine is
             self._watchdog.look()
         if patience.is_over:
-            why = str(unmarked) if unmarked else why_no_batch(session.run, self._limits)
+            why = unmarked.line(self._run_name) if unmarked else why_no_batch(session.run, self._limits)
             raise NoBatchError(
                 f"no new group for {timeout:g} s (run {self._run_name}, batch {self._next}): {why}"
             )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from operator import countOf
 from typing import Any, Final
 
 import numpy as np
@@ -60,6 +62,14 @@ _SHORT_MASK: Final = 1 << 16
 #: Bytes of a column up to which argmin and argmax are quicker than a reduction. They copy what is read-only.
 _SHORT_COLUMN: Final = 128 << 10
 
+#: What numpy makes of a list of one of these types.
+_DTYPES: Final[dict[type | None, np.dtype[Any]]] = {int: np.dtype(np.int64), float: np.dtype(np.float64)}
+_RANGES: Final = {
+    dtype: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    for dtype in map(np.dtype, EXTRA_DTYPES)
+    if dtype.kind in "iu"
+}
+
 Array = NDArray[Any]
 
 
@@ -70,24 +80,21 @@ def known_array(name: str, value: Any) -> Array:
     holds NaN or infinity.
     """
     dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
-    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1 and value.size:
-        check_values(name, value)
-        return np.ascontiguousarray(value)
     array = _numeric(value)
     if array.ndim != 1:
         raise ValueError(f"has {array.ndim} dimensions, needs 1: one value per token")
     if array.size == 0:
         raise ValueError("is empty, needs at least one token")
-    if array.dtype.kind == "b" and name != "response_mask":
-        raise ValueError("holds booleans, needs numbers")
     if array.dtype != dtype:
+        if array.dtype.kind == "b" and name != "response_mask":
+            raise ValueError("holds booleans, needs numbers")
         array = cast_array(array, dtype)
     check_values(name, array)
-    return np.ascontiguousarray(array)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-class SingleValueError(ValueError):
-    """An extra column is a number, not an array of them."""
+class NoArrayError(ValueError):
+    """A value is no array of numbers at all: a single one, text, or other objects."""
 
 
 def extra_array(value: Any) -> Array:
@@ -97,7 +104,7 @@ def extra_array(value: Any) -> Array:
     """
     array = _numeric(value)
     if array.ndim == 0:  # most often a misspelt field
-        raise SingleValueError(f"is the single value {array}, needs a list")
+        raise NoArrayError(f"is the single value {array}, needs a list")
     if array.dtype == np.bool_:
         array = array.view(np.uint8)
     little_endian = array.dtype.newbyteorder("<")
@@ -123,12 +130,25 @@ def check_values(name: str, array: Array) -> None:
         raise ValueError(f"is {array[first]} at token {first}, needs an id from 0 on: rows are not padded")
 
 
+def span_of(versions: Array, mask: Array) -> tuple[int, int] | None:
+    """The oldest and the newest version of trainable tokens, at least 0; None if there are none.
+
+    versions: [N] int32. mask: [N] uint8, 0 or 1.
+    """
+    trained = versions[mask.view(np.bool_)]
+    return (max(0, _least(trained)), max(0, _greatest(trained))) if len(trained) else None
+
+
 def _least(array: Array) -> Any:
-    return array.item(array.argmin()) if array.nbytes <= _SHORT_COLUMN else np.minimum.reduce(array).item()
+    return (
+        array.item(array.argmin()) if array.nbytes <= _SHORT_COLUMN else np.minimum.reduce(array, None).item()
+    )
 
 
 def _greatest(array: Array) -> Any:
-    return array.item(array.argmax()) if array.nbytes <= _SHORT_COLUMN else np.maximum.reduce(array).item()
+    return (
+        array.item(array.argmax()) if array.nbytes <= _SHORT_COLUMN else np.maximum.reduce(array, None).item()
+    )
 
 
 def _raise_for_floats(array: Array, most: float) -> None:
@@ -163,6 +183,12 @@ def count_ones(mask: Array, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _numeric(value: Any) -> Array:
+    if type(value) is np.ndarray and value.dtype.kind in "biuf":
+        return value
+    kind = type(value[0]) if type(value) is list and value else None
+    if kind in _DTYPES and countOf(map(type, value), kind) == len(value):  # there is nothing to find below
+        with suppress(OverflowError):
+            return np.fromiter(value, _DTYPES[kind], len(value))
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         value = value.detach().cpu()
         try:
@@ -183,7 +209,7 @@ def _numeric(value: Any) -> Array:
     if array.size == 0 and isinstance(value, list | tuple):
         array = array.astype(np.int64)
     if array.dtype.kind not in "biuf":
-        raise ValueError(f"holds {array.dtype} values, needs numbers")
+        raise NoArrayError(f"holds {array.dtype} values, needs numbers")
     return array
 
 
@@ -197,7 +223,7 @@ def _check_nesting(value: Sequence[Any], depth: int) -> set[type]:
         raise ValueError(f"has more than {MAX_DIMENSIONS} dimensions")
     kinds: set[type] = set(map(type, value))
     if kinds & {str, bytes, bytearray}:
-        raise ValueError("holds text, needs numbers")
+        raise NoArrayError("holds text, needs numbers")
     if bool in kinds and len(kinds) > 1:
         raise ValueError("mixes booleans with other values, needs numbers")
     if kinds & {list, tuple}:
@@ -212,10 +238,10 @@ def cast_array(array: Array, dtype: np.dtype[Any]) -> Array:
     if dtype.kind in "iu":
         if array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
             raise ValueError("holds fractions, needs whole numbers")
-        bounds = np.iinfo(dtype)
+        least, most = _RANGES[dtype]
         # Python compares its own numbers exactly, numpy in the array's dtype.
-        if array.size and (array.max().item() > bounds.max or array.min().item() < bounds.min):
-            raise ValueError(f"holds values outside {bounds.min}..{bounds.max}")
+        if array.size and (_greatest(array) > most or _least(array) < least):
+            raise ValueError(f"holds values outside {least}..{most}")
         return array.astype(dtype)
     with np.errstate(over="ignore"):  # overflow becomes inf and is reported as such
         return array.astype(dtype)

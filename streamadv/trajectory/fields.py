@@ -83,8 +83,12 @@ def _is_text(value: Any) -> bool:
 Whole: Final = BeforeValidator(_no_text_or_bool)
 #: True and False are 1 and 0.
 Reward = Annotated[FiniteFloat, BeforeValidator(_no_text), WithJsonSchema({"type": ["number", "boolean"]})]
-GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f]+$")]
+#: Without `}`, which ends the hash tag of a key: in a key made of an id, what follows would look like another kind's.
+GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f}]+$")]
 ShortText = Annotated[str, StringConstraints(max_length=MAX_SHORT_TEXT)]
+RoundName = Annotated[
+    str, StringConstraints(min_length=1, max_length=MAX_SHORT_TEXT, pattern=r"^[^\s\x00-\x1f]+$")
+]
 Metadata = Annotated[dict[str, JsonValue], BeforeValidator(_plain_metadata)]
 Version = Annotated[int, Field(ge=0, lt=MAX_VERSION), Whole]
 

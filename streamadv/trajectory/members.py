@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Array
-from .schema import Role, Row, Status, Trajectory
+from ..errors import WireError
+from .checked import Checked
+from .columns import Array, span_of
+from .schema import Role, Status
 
 MEMBER: Final = np.dtype(
     [
@@ -27,6 +29,8 @@ ROW: Final = np.dtype([("tokens", "<u4"), ("trainable", "<u4")])
 STEP: Final = np.dtype(
     [("row", "<u4"), ("start", "<u4"), ("end", "<u4"), ("state", "<u4"), ("reward", "<f8")]
 )
+_ROW: Final = struct.Struct("<II")
+_STEP: Final = struct.Struct("<IIIId")
 #: `state` of a step without a state_key.
 NO_STATE: Final = 0xFFFFFFFF
 
@@ -40,7 +44,15 @@ ROLE_FLAGS: Final[Mapping[str, int]] = {Role.TRAIN: 0, Role.BASELINE: BASELINE, 
 STATUSES: Final[tuple[Status, ...]] = (Status.COMPLETED, Status.TRUNCATED)
 
 Positions = NDArray[np.int64]
-_NO_ROWS: Final = np.zeros(0, ROW)
+
+
+class Named(NamedTuple):
+    """Names of what members may have."""
+
+    rewards: Collection[str]
+    entries: Collection[str]
+
+
 NO_STEPS: Final = np.zeros(0, STEP)
 
 
@@ -103,14 +115,23 @@ class Members:
         """[M]: k minus the oldest version, at least 0; NaN without a version."""
         return np.where(self.has_version, np.maximum(0, k - self.table["oldest"]), np.nan)
 
-    def parts(self, bounds: Sequence[int]) -> list[Members]:
-        """Members bounds[i] : bounds[i + 1] for each i, as views."""
-        if len(bounds) == 2 and bounds[1] - bounds[0] == len(self):
-            return [self]
-        table, rows = self.table, self.rows
-        if len(rows) == len(table) and not (len(self.steps) or self.rewards or self.entries):
-            return [Members(table[start:stop], rows[start:stop]) for start, stop in pairwise(bounds)]
-        return [self.select(np.arange(start, stop)) for start, stop in pairwise(bounds)]
+    def parts(self, bounds: Sequence[int], names: Sequence[Named]) -> list[Members]:
+        """Members bounds[i] : bounds[i + 1] for each i, as views, with the named rewards and entry counts `names`."""
+        table, rows, steps, states = self.table, self.rows, self.steps, self.states
+        of_rows, of_steps = self.first_row[bounds].tolist(), self.first_step[bounds].tolist()
+        return [
+            Members(
+                table[a:b],
+                rows[c:d],
+                steps[e:f],
+                states,
+                {name: self.rewards[name][a:b] for name in of_rewards},
+                {name: self.entries[name][c:d] for name in of_entries},
+            )
+            for (a, b), (c, d), (e, f), (of_rewards, of_entries) in zip(
+                pairwise(bounds), pairwise(of_rows), pairwise(of_steps), names, strict=True
+            )
+        ]
 
     def select(self, positions: Positions | Sequence[int]) -> Members:
         """The members at these positions, in this order."""
@@ -146,13 +167,17 @@ class Members:
         return Members(
             join_records([part.table for part in parts], MEMBER),
             join_records([part.rows for part in parts], ROW),
-            *_concat_steps(parts),
-            _concat_named(parts, "rewards", np.nan, np.float64, [len(part) for part in parts]),
-            _concat_named(parts, "entries", 0, np.uint32, [len(part.rows) for part in parts]),
+            *join_steps(
+                [part.steps for part in parts],
+                [len(part.steps) for part in parts],
+                [part.states for part in parts],
+            ),
+            join_named([part.rewards for part in parts], "<f8", np.nan, [len(part) for part in parts]),
+            join_named([part.entries for part in parts], "<u4", 0, [len(part.rows) for part in parts]),
         )
 
 
-NO_MEMBERS: Final = Members(np.zeros(0, MEMBER), _NO_ROWS)
+NO_MEMBERS: Final = Members(np.zeros(0, MEMBER), np.zeros(0, ROW))
 
 
 def role_of(flags: int) -> Role:
@@ -162,7 +187,7 @@ def role_of(flags: int) -> Role:
     return Role.BASELINE if flags & BASELINE else Role.TRAIN
 
 
-def offsets(counts: Array) -> Positions:
+def offsets(counts: Array | Sequence[int]) -> Positions:
     """[K + 1] int64: 0, and the running sums of the K `counts`."""
     sums = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=sums[1:])
@@ -183,119 +208,93 @@ def spans(first: Positions, positions: Positions) -> Positions:
     return np.repeat(starts, lengths) + np.arange(int(lengths.sum()))
 
 
-def _concat_steps(parts: Sequence[Members]) -> tuple[Array, tuple[str, ...]]:
-    """Steps of all parts, with one numbering of their states."""
-    if not any(len(part.steps) for part in parts):
+def join_steps(
+    parts: Sequence[Any], counts: Sequence[int], states: Sequence[tuple[str, ...]]
+) -> tuple[Array, tuple[str, ...]]:
+    """Steps end to end, and the states that they count in; those of each part count in its own `states`.
+
+    parts: STEP records, as arrays or bytes. counts: of each. Raises WireError for a state that is none.
+    """
+    if not any(counts):
         return NO_STEPS, ()
+    steps = np.frombuffer(bytearray().join(parts), STEP)
+    distinct = {id(keys): keys for keys in states}  # groups of one page have theirs in common
+    first = dict(zip(distinct, offsets([len(keys) for keys in distinct.values()]).tolist(), strict=False))
     numbers: dict[str, int] = {}
-    steps = []
-    for part in parts:
-        renumbered = [numbers.setdefault(key, len(numbers)) for key in part.states]
-        new_steps = part.steps.copy()
-        has_state = new_steps["state"] != NO_STATE
-        new_steps["state"][has_state] = np.asarray(renumbered, np.uint32)[new_steps["state"][has_state]]
-        steps.append(new_steps)
-    return join_records(steps, STEP), tuple(numbers)
+    joined = [numbers.setdefault(key, len(numbers)) for keys in distinct.values() for key in keys]
+    has_state = steps["state"] != NO_STATE
+    number, owner = steps["state"][has_state], np.repeat(np.arange(len(states)), counts)[has_state]
+    if (number >= np.array([len(keys) for keys in states])[owner]).any():
+        raise WireError("member table: a step has a state_key that the table lacks")
+    of_part = np.array([first[id(keys)] for keys in states])
+    steps["state"][has_state] = np.array(joined, np.uint32)[of_part[owner] + number]
+    return steps, tuple(numbers)
 
 
-def _concat_named(
-    parts: Sequence[Members], attribute: str, missing: float, dtype: Any, lengths: Sequence[int]
+def join_named(
+    parts: Sequence[Mapping[str, Any]], dtype: str, missing: float, counts: Sequence[int]
 ) -> dict[str, Array]:
-    named: list[Mapping[str, Array]] = [getattr(part, attribute) for part in parts]
-    names = dict.fromkeys(chain.from_iterable(named))
+    """Numbers by name, end to end; `missing` for a part without the name. parts: arrays or their bytes."""
     return {
-        name: np.concatenate(
-            [
-                values[name] if name in values else np.full(length, missing, dtype)
-                for values, length in zip(named, lengths, strict=True)
-            ]
+        name: np.frombuffer(
+            b"".join(
+                [
+                    own.get(name, np.full(count, missing, dtype))
+                    for own, count in zip(parts, counts, strict=True)
+                ]
+            ),
+            dtype,
         )
-        for name in names
+        for name in dict.fromkeys(chain.from_iterable(parts))
     }
 
 
 # From trajectories
 
 
-def pack_record(
-    index: int,
-    status: str,
-    role: str,
-    reward: float | None,
-    versions: tuple[int, int] | None,
-    size: int,
-    tokens: int,
-    trainable: SupportsIndex,
-    rows: int = 1,
-    steps: int = 0,
-) -> bytes:
-    """A MEMBER. versions: oldest and newest. None: it has no reward, or no versions."""
-    flags = ROLE_FLAGS[role] | HAS_REWARD * (reward is not None) | HAS_VERSION * (versions is not None)
-    oldest, newest = versions or (0, 0)
-    reward = 0.0 if reward is None else reward
-    numbers = (rows, steps, size, reward, oldest, newest, tokens, trainable)
-    return _RECORD.pack(index, STATUSES.index(status), flags, *numbers)
-
-
-def record_of(trajectory: Trajectory, size: int, mask: Array) -> bytes:
-    """The MEMBER of a usable trajectory. size: payload bytes. mask: response_mask, rows end to end."""
-    fields = trajectory.__dict__  # attribute access goes through pydantic
-    return pack_record(
-        fields["rollout_index"],
-        fields["status"],
-        fields["role"],
-        fields["reward"],
-        trajectory.version_span,
-        size,
-        len(mask),
-        np.count_nonzero(mask),
-        len(fields["rows"]),
-        len(fields["steps"]),
-    )
-
-
-def members_of(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Members:
-    """Usable trajectories as members. sizes: payload bytes of each. The trajectories are valid: nothing is checked."""
-    records = [
-        record_of(trajectory, size, np.concatenate([row.response_mask for row in trajectory.rows]))
-        for trajectory, size in zip(trajectories, sizes, strict=True)
-    ]
-    rows = [
-        lengths
-        for trajectory in trajectories
-        for lengths in zip(trajectory.row_lengths, trajectory.row_trainable, strict=True)
-    ]
-    steps, states = _steps_of(trajectories)
+def members_of(trajectories: Sequence[Checked], sizes: Sequence[int]) -> Members:
+    """Usable trajectories as members. sizes: payload bytes of each. Nothing is checked."""
+    records, rows = [], list[tuple[int, int]]()
+    for one, size in zip(trajectories, sizes, strict=True):
+        columns = [row.columns for row in one.rows]
+        counts = [(len(row["input_ids"]), int(np.count_nonzero(row["response_mask"]))) for row in columns]
+        rows += counts
+        versions, reward = _versions_of(one), 0.0 if one.reward is None else one.reward
+        flags = ROLE_FLAGS[one.role] | HAS_REWARD * (one.reward is not None)
+        flags |= HAS_VERSION * (versions is not None)
+        record = (one.rollout_index, STATUSES.index(one.status), flags, len(counts), len(one.steps), size)
+        tokens, trainable = map(sum, zip(*counts, strict=True))
+        records.append(_RECORD.pack(*record, reward, *(versions or (0, 0)), tokens, trainable))
+    named = dict.fromkeys(chain.from_iterable([one.rewards for one in trajectories]))
+    extras = [row.extras for one in trajectories for row in one.rows]
+    counted = [name for name, column in extras[0].items() if not column.per_token] if extras else ()
     return Members(
         np.frombuffer(b"".join(records), MEMBER),
-        np.array(rows, ROW),
-        steps,
-        states,
-        _rewards_of(trajectories),
-        _entries_of([row for trajectory in trajectories for row in trajectory.rows]),
+        np.frombuffer(b"".join([_ROW.pack(*pair) for pair in rows]), ROW),
+        *_steps_of(trajectories),
+        {name: np.array([one.rewards.get(name, np.nan) for one in trajectories]) for name in named},
+        {name: np.array([len(row[name].data) for row in extras], np.uint32) for name in counted},
     )
 
 
-def _steps_of(trajectories: Sequence[Trajectory]) -> tuple[Array, tuple[str, ...]]:
+def _versions_of(trajectory: Checked) -> tuple[int, int] | None:
+    """The oldest and the newest version: of its trainable tokens where that is known, else of the trajectory."""
+    rows, version, span = [row.columns for row in trajectory.rows], trajectory.model_version, None
+    if "versions" in rows[0]:  # then all rows have them
+        columns = [[row[name] for row in rows] for name in ("versions", "response_mask")]
+        span = span_of(*(found[0] if len(rows) == 1 else np.concatenate(found) for found in columns))
+    return span or ((version, version) if isinstance(version, int) else version)
+
+
+def _steps_of(trajectories: Sequence[Checked]) -> tuple[Array, tuple[str, ...]]:
     numbers: dict[str, int] = {}
     records = [
-        (
-            *(step.row, step.start, step.end),
-            NO_STATE if step.state_key is None else numbers.setdefault(step.state_key, len(numbers)),
-            step.reward,
+        _STEP.pack(
+            *(row, start, end),
+            NO_STATE if key is None else numbers.setdefault(key, len(numbers)),
+            reward,
         )
-        for trajectory in trajectories
-        for step in trajectory.steps
+        for one in trajectories
+        for row, start, end, reward, key in one.steps
     ]
-    return np.array(records, STEP) if records else NO_STEPS, tuple(numbers)
-
-
-def _rewards_of(trajectories: Sequence[Trajectory]) -> dict[str, Array]:
-    names = dict.fromkeys(chain.from_iterable(trajectory.rewards for trajectory in trajectories))
-    return {name: np.array([t.rewards.get(name, np.nan) for t in trajectories]) for name in names}
-
-
-def _entries_of(rows: Sequence[Row]) -> dict[str, Array]:
-    extras = rows[0].extras if rows else {}
-    names = [name for name, column in extras.items() if not column.per_token]
-    return {name: np.array([len(row.extras[name].data) for row in rows], np.uint32) for name in names}
+    return np.frombuffer(b"".join(records), STEP) if records else NO_STEPS, tuple(numbers)

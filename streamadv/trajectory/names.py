@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Final
 
 from ..messages import brief, did_you_mean, log_fields
-from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS
+from .columns import KNOWN_COLUMNS, MAX_COLUMNS, OUTPUT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _ADVICE: Final = {
 _OF_OTHERS: Final = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 _FIELDS: Final = (
     *("reward", "rewards", "reward_later", "status", "role", "model_version", "metadata", "steps", "rows"),
-    *("group_id", "group_size", "rollout_index", "data_source"),
+    *("group_id", "group_size", "rollout_index", "data_source", "round"),
 )
 #: What a micro-batch or one of its layouts has under these names would hide a column.
 TAKEN_NAMES: Final = frozenset(
@@ -61,12 +61,14 @@ TAKEN_NAMES: Final = frozenset(
 _ALIKE: Final = 0.87
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError for the name of an extra column that means something else; warn once of one that may.
+def check_names(names: Collection[str]) -> None:
+    """Raise ValueError for too many extra columns, or the name of one that means something else; warn once if it may.
 
     An error: another framework's name, one of TAKEN_NAMES, or a known one but for case, underscores and a plural. A
     warning: a name close to a known one by spelling.
     """
+    if len(names) > MAX_COLUMNS:  # before they are judged one by one
+        raise ValueError(f"has {len(names)} extra columns, at most {MAX_COLUMNS} are allowed")
     for name in names:
         problem, close = _judge(name)
         if problem is not None:

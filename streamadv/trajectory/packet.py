@@ -41,15 +41,16 @@ class Packet(NamedTuple):
     table: bytes  # b"" without a payload
     size: int  # bytes of the values of the payload; 0 without one
     fields: dict[Any, Any]  # of the payload: name -> array, tuple of arrays (end to end) or bytes
+    parts: Sequence[Any] = ()  # what it was made of, for `merge_packets`; () for one that stays as it is
 
     def frozen(self) -> tuple[Any, ...]:
         """For `thaw`: nothing but plain tuples, so that the garbage collector leaves it alone while it is kept."""
-        return (*self[:-1], tuple(self.fields.items()))
+        return (*self[:5], tuple(self.fields.items()))
 
     @classmethod
     def thaw(cls, frozen: tuple[Any, ...]) -> Self:
         """The packet of which `frozen` made this."""
-        return cls._make((*frozen[:-1], dict(frozen[-1])))
+        return cls._make((*frozen[:-1], dict(frozen[-1]), ()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

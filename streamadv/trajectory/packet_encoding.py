@@ -12,9 +12,10 @@ import numpy as np
 from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
-from .columns import HEADER, KNOWN_COLUMNS, Array
-from .member_table import decode_table, encode_table, plain_parts, plain_table, trace_of, with_trace
-from .members import STATUSES, STEP, members_of, offsets, record_of, spans
+from .checked import Checked, CheckedRow, StepSpan
+from .columns import HEADER, Array
+from .member_table import decode_table, encode_table, trace_of, with_trace
+from .members import STEP, members_of, offsets, spans
 from .packet import (
     NBYTES,
     REWARD,
@@ -25,7 +26,7 @@ from .packet import (
     parts_of,
     split_packets,
 )
-from .schema import Column, Role, Row, Step, Trajectory
+from .schema import Column, Role
 
 #: Of the header of a payload.
 MAX_HEADER_BYTES: Final = 1 << 20
@@ -40,16 +41,14 @@ class Part(NamedTuple):
     line: str  # of `Packet.members`
     kind: object = None  # equal for those that may share a packet
     size: int = 0  # bytes of columns and header
-    record: bytes = b""  # its MEMBER
-    columns: Mapping[str, Any] = {}  # rows end to end; empty without a payload
+    columns: Mapping[str, Array] = {}  # rows end to end; empty without a payload
     head: bytes = b""  # of the packet's header
     header: bytes = b""  # its own part of the header, JSON; b"" where there is nothing to say
-    trajectory: Trajectory | None = None  # None for a plain record
+    fields: Any = None  # a Checked
     steps_size: int = 0  # bytes that its steps need in the member table
-    is_plain: bool = True  # its member table has nothing behind the record
 
 
-def encode_packets(trajectories: Sequence[Trajectory], limit: int, filter_by: str = REWARD) -> list[Packet]:
+def encode_packets(trajectories: Sequence[Checked], limit: int, filter_by: str = REWARD) -> list[Packet]:
     """Packets of the trajectories of one group, to be sent in this order.
 
     If a rollout_index stands in two trajectories, the second one is in a later packet. Raises TrajectoryError for more
@@ -66,14 +65,14 @@ def encode_packets(trajectories: Sequence[Trajectory], limit: int, filter_by: st
         first: dict[int, Part] = {}  # by rollout index
         for part in parts:
             first.setdefault(part.rollout_index, part)
-        packets += make_packets(first.values())
+        packets += _make_packets(first.values())
         parts = [part for part in parts if first[part.rollout_index] is not part]
     return packets
 
 
 def ended_packets(indices: Sequence[int], kind: str, role: str = Role.TRAIN) -> list[Packet]:
     """Packets of rollouts that end without a trajectory. kind: failed, aborted or cancelled. role: of their group."""
-    return make_packets(
+    return _make_packets(
         [
             Part(index, position, member_line(index, kind, None, role))
             for position, index in enumerate(indices)
@@ -81,7 +80,25 @@ def ended_packets(indices: Sequence[int], kind: str, role: str = Role.TRAIN) -> 
     )
 
 
-def make_packets(parts: Iterable[Part]) -> list[Packet]:
+def merge_packets(packets: Sequence[Packet]) -> list[Packet]:
+    """The same members of one group in fewer packets.
+
+    Packets with an index that stands in several of them stay as they are, in their order.
+    """
+    if len(packets) == 1:
+        return list(packets)
+    times = Counter([index for packet in packets for index in packet.indices])
+    merged: list[Packet] = []
+    parts: list[Part] = []
+    for packet in packets:
+        if packet.parts and all(times[index] == 1 for index in packet.indices):
+            parts += packet.parts
+        else:
+            merged.append(packet)
+    return merged + _make_packets(parts)
+
+
+def _make_packets(parts: Iterable[Part]) -> list[Packet]:
     """The packets of trajectories of one group with different indices."""
     together: dict[object, list[Part]] = {}
     for part in sorted(parts, key=itemgetter(0)):
@@ -94,17 +111,15 @@ def make_packets(parts: Iterable[Part]) -> list[Packet]:
 
 
 def _packet(parts: Sequence[Part]) -> Packet:
-    indices, positions, lines, _, sizes, records, columns, heads, headers, *rest = zip(*parts, strict=True)
+    indices, positions, lines, _, sizes, columns, heads, headers, fields_of, _ = zip(*parts, strict=True)
     text, names = "".join(lines), tuple(columns[0])
     if not names:
-        return Packet(positions, indices, text, b"", 0, {})
+        return Packet(positions, indices, text, b"", 0, {}, parts)
     fields: dict[Any, Any] = {name: field_of([own[name] for own in columns]) for name in names}
     fields[HEADER] = header = _join_headers(heads[0], headers)
     size = sum(sizes) - sum(map(len, headers)) + len(header)
-    trajectories, _, are_plain = rest
-    is_plain = all(are_plain)
-    table = plain_table(records, names) if is_plain else encode_table(members_of(trajectories, sizes), names)
-    return Packet(positions, indices, text, table, size, fields)
+    table = encode_table(members_of(fields_of, sizes), names)
+    return Packet(positions, indices, text, table, size, fields, parts)
 
 
 def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
@@ -128,48 +143,14 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     return Packet(positions, indices, text, table, size, {**columns, HEADER: header})
 
 
-def merge_packets(packets: Sequence[Packet]) -> list[Packet]:
-    """The same members of one group in fewer packets: those of one member each that differ in nothing but values.
-
-    Packets with an index that stands in several of them stay as they are, in their order.
-    """
-    if len(packets) == 1:
-        return list(packets)
-    times = Counter([index for packet in packets for index in packet.indices])
-    merged, parts = [], []
-    for packet in packets:
-        part = _part_of(packet) if times[packet.indices[0]] == 1 else None
-        if part is None:
-            merged.append(packet)
-        else:
-            parts.append(part)
-    return merged + make_packets(parts)
-
-
-def _part_of(packet: Packet) -> Part | None:
-    """What the packet was made of; None for one that stays as it is."""
-    plain = plain_parts(packet.table) if len(packet.indices) == 1 else None
-    if plain is None:
-        return None
-    record, names = plain
-    header = packet.fields[HEADER]
-    head, found, own = header.partition(_MEMBERS)
-    head, own = head + b"}" if found else head, own.removesuffix(b"]}")
-    columns = {name: column for name, column in packet.fields.items() if name != HEADER}
-    size = packet.size - len(header) + len(own)
-    kind = names, head, " - " in packet.members
-    return Part(packet.indices[0], 0, packet.members, kind, size, record, columns, head, own)
-
-
-def _part(position: int, trajectory: Trajectory, source: str | None, limit: int, filter_by: str) -> Part:
+def _part(position: int, trajectory: Checked, source: str | None, limit: int, filter_by: str) -> Part:
     """source: of the packet."""
-    fields = trajectory.__dict__  # attribute access goes through pydantic
-    index, rows, steps = fields["rollout_index"], fields["rows"], fields["steps"]
-    reward, role, kind = fields["reward"], fields["role"], kind_of(trajectory)
+    index, rows, steps = trajectory.rollout_index, trajectory.rows, trajectory.steps
+    reward, role, kind = trajectory.reward, trajectory.role, trajectory.kind
     if kind != "usable":
         return Part(index, position, member_line(index, kind, reward, role))
-    columns, header = _columns(rows), _header(fields, source)
-    head = header_head(fields["group_size"], source)
+    columns, header = _columns(rows), _header(trajectory, source)
+    head = _header_head(trajectory.group_size, source)
     size = sum(map(NBYTES, columns.values())) + len(header)
     steps_size = _bytes_of_steps(steps) if steps else 0
     if size + steps_size > limit:
@@ -185,57 +166,44 @@ def _part(position: int, trajectory: Trajectory, source: str | None, limit: int,
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
     value = reward
-    if filter_by != REWARD and role is not Role.EVAL:
+    if filter_by != REWARD and role != Role.EVAL:
         try:
             value = filter_value(filter_by, reward, trajectory.rewards, trajectory.metadata)
         except ValueError as error:
             raise TrajectoryError(f"trajectory {trajectory.group_id}/{index} {error}") from error
-    kinds = None
-    if extras := rows[0].extras:
-        kinds = frozenset([(name, *_kind_of_extra(extra)) for name, extra in extras.items()])
+    extras = rows[0].extras
+    kinds = extras and frozenset([(name, *_kind_of_extra(extra)) for name, extra in extras.items()])
     return Part(
         index,
         position,
         member_line(index, kind, value, role),
-        (tuple(columns), kinds, reward is None),
+        (tuple(columns), kinds or None, reward is None, head),
         size,
-        record_of(trajectory, size, columns["response_mask"]),
         columns,
         head,
         header,
         trajectory,
         steps_size,
-        len(rows) == 1
-        and not (steps or fields["rewards"])
-        and (not extras or all(extra.per_token for extra in extras.values())),
     )
 
 
-def _bytes_of_steps(steps: Sequence[Step]) -> int:
+def _bytes_of_steps(steps: Sequence[StepSpan]) -> int:
     """What they need in the member table. Turns of few tokens need more than the columns."""
     keys = {step.state_key for step in steps} - {None}
     return len(steps) * STEP.itemsize + sum(map(len, keys))  # type: ignore[arg-type]
 
 
-def kind_of(trajectory: Trajectory) -> str:
-    """usable, or why the slot ends without a trajectory: failed, aborted, unscorable."""
-    if trajectory.status not in STATUSES:
-        return str(trajectory.status)
-    return "unscorable" if trajectory.reward is None and trajectory.scored else "usable"
-
-
-def _columns(rows: Sequence[Row]) -> dict[str, Array]:
+def _columns(rows: Sequence[CheckedRow]) -> Mapping[str, Array]:
     """The stored columns, rows end to end. Raises TrajectoryError where rows differ."""
-    # What an earlier run computed, as in a file written by `consume`, is not stored.
-    columns = []
-    for row in rows:
-        values = row.__dict__
-        columns.append({name: array for name in KNOWN_COLUMNS if (array := values[name]) is not None})
-    for name in sorted(extras) if (extras := rows[0].extras) else ():
+    for name in sorted(rows[0].extras):
         if len({_kind_of_extra(row.extras[name]) for row in rows}) > 1:
             raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
-        for row, arrays in zip(rows, columns, strict=True):
-            arrays[name] = row.extras[name].data
+    columns = [
+        {**row.columns, **{name: row.extras[name].data for name in sorted(row.extras)}}
+        if row.extras
+        else row.columns
+        for row in rows
+    ]
     if len(rows) == 1:
         return columns[0]
     return {name: np.concatenate([arrays[name] for arrays in columns]) for name in columns[0]}
@@ -248,22 +216,21 @@ def _kind_of_extra(column: Column) -> tuple[str, tuple[int, ...], bool]:
 # The header: JSON, of which a reader of single columns sees nothing
 
 
-def _header(fields: Mapping[str, Any], source: str | None) -> bytes:
+def _header(trajectory: Checked, source: str | None) -> bytes:
     """A trajectory's part of the header: what stands neither in the member table nor in a column."""
-    rows, version = fields["rows"], fields["model_version"]
-    header = {"metadata": fields["metadata"]} if fields["metadata"] else {}
-    first = rows[0].__dict__
-    for name, field in (("agents", "agent"), ("row_rewards", "reward")):
-        if len(rows) > 1 or first[field] is not None:
-            values = [row.__dict__[field] for row in rows]
-            if values.count(None) < len(values):
-                header[name] = values
+    rows, version = trajectory.rows, trajectory.model_version
+    header: dict[str, Any] = {"metadata": trajectory.metadata} if trajectory.metadata else {}
+    of_rows: dict[str, list[Any]] = {
+        "agents": [row.agent for row in rows],
+        "row_rewards": [row.reward for row in rows],
+    }
+    header |= {name: values for name, values in of_rows.items() if values.count(None) < len(values)}
     if version is not None:
         told = version_of(*version) if isinstance(version, tuple) else version  # by the member table
-        if first["versions"] is not None or version != told:
+        if "versions" in rows[0].columns or version != told:
             header["model_version"] = version
-    if fields["data_source"] != source:
-        header["data_source"] = fields["data_source"]
+    if trajectory.data_source != source:
+        header["data_source"] = trajectory.data_source
     return to_json(header) if header else b""
 
 
@@ -273,7 +240,7 @@ def version_of(oldest: int, newest: int) -> int | tuple[int, int]:
 
 
 @lru_cache(256)
-def header_head(group_size: int, data_source: str | None) -> bytes:
+def _header_head(group_size: int, data_source: str | None) -> bytes:
     """The header of a packet whose members add nothing to it."""
     head: dict[str, Any] = {"group_size": group_size}
     if data_source is not None:
@@ -282,7 +249,7 @@ def header_head(group_size: int, data_source: str | None) -> bytes:
 
 
 def _join_headers(head: bytes, headers: Sequence[bytes]) -> bytes:
-    """The header of a packet: `header_head` with each member's part."""
+    """The header of a packet: `_header_head` with each member's part."""
     if not any(headers):
         return head
     return b"%b%b%b]}" % (head[:-1], _MEMBERS, b",".join([header or b"{}" for header in headers]))

@@ -26,7 +26,7 @@ from .reference import Reference
 from .schema import MAX_GROUP_SIZE, Column, Row, Step, Trajectory
 
 #: Of the streams, the payloads and the manifest. Within a version releases only add fields.
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 
 def _is_source(value: Any) -> bool:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isnan
-from typing import NamedTuple
 
+from .checked import StepSpan
 from .members import HAS_REWARD, HAS_VERSION, NO_STATE, STATUSES, Members, role_of
 from .schema import Role, Status
-
-
-class StepSpan(NamedTuple):
-    """A `schema.Step`, compact."""
-
-    row: int
-    start: int
-    end: int
-    reward: float
-    state_key: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The data model: trajectory, row and step, and the JSON form of an interchange file.
 
 This is the public boundary: pydantic validates every field. Behind it trajectories travel in packets
-(`packet_encoding.py`), columns as raw bytes and the rest as a table (`members.py`).
+(`packet_encoding.py`), columns as raw bytes and the rest as a table (`members.py`). What a producer's group is pushed,
+`producer/records.py` reads as this model does, and quicker.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ from .columns import (
     COLUMN_NAME,
     EXTRA_DTYPES,
     KNOWN_COLUMNS,
-    MAX_COLUMNS,
     OUTPUT_COLUMNS,
     REQUIRED_COLUMNS,
     Array,
-    SingleValueError,
+    NoArrayError,
     cast_array,
     extra_array,
+    span_of,
 )
-from .fields import GroupId, Metadata, Reward, ShortText, TokenColumn, Version, Whole
+from .fields import GroupId, Metadata, Reward, RoundName, ShortText, TokenColumn, Version, Whole
 from .names import check_names, meant
 
 MAX_ROWS: Final = 4096
 MAX_STEPS: Final = 65536
 MAX_GROUP_SIZE: Final = 4096
+MAX_REWARDS: Final = 64
 TOKEN_COLUMNS: Final = (*KNOWN_COLUMNS, *OUTPUT_COLUMNS)
 
 
@@ -153,9 +155,9 @@ class Row(_Model):
         """Leave out extra columns that are None; refuse names that mean something else."""
         if not isinstance(data, Mapping):
             return data
-        extras = [name for name in data if name not in _ROW_FIELDS]
-        check_names(name for name in extras if isinstance(name, str))
-        return {name: value for name, value in data.items() if value is not None or name not in extras}
+        data = {name: value for name, value in data.items() if value is not None or name in _ROW_FIELDS}
+        check_names([name for name in data if isinstance(name, str) and name not in _ROW_FIELDS])
+        return data
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -164,14 +166,12 @@ class Row(_Model):
             if len(array) != length:
                 raise ValueError(f"{name} has {len(array)} values, input_ids has {length}: one per token")
         extras = self.__pydantic_extra__ or {}
-        if len(extras) > MAX_COLUMNS:
-            raise ValueError(f"has {len(extras)} extra columns, at most {MAX_COLUMNS} are allowed")
         for name, value in extras.items():
             if not COLUMN_NAME.fullmatch(name):
                 raise ValueError(
                     f"{name!r} is no column name: letters, digits, '_' and '.', at most 64, not header"
                 )
-            extras[name] = _extra_column(name, value, length)
+            extras[name] = extra_column(name, value, length)
         return self
 
     def __len__(self) -> int:
@@ -193,16 +193,18 @@ class Row(_Model):
 _ROW_FIELDS: Final = frozenset(Row.model_fields)
 
 
-def _extra_column(name: str, value: Any, length: int) -> Column:
+def extra_column(name: str, value: Any, length: int) -> Column:
+    """`value` as the extra column `name` of a row of so many tokens. Raises ValueError."""
     try:
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and "data" in value:
             value = Column.model_validate(value)
         if not isinstance(value, Column):
             array = extra_array(value)
             # `per_token` counts as not stated
             value = Column.model_construct({"data"}, data=array, per_token=len(array) == length)
-    except SingleValueError as error:
-        raise ValueError(f"extra column {name} {error}{meant(name)}") from None
+    except NoArrayError as error:
+        elsewhere = f", or to stand in metadata={{{name!r}: ...}}"
+        raise ValueError(f"extra column {name} {error}{meant(name) or elsewhere}") from None
     except ValueError as error:
         raise ValueError(f"extra column {name} {first_problem(error)}") from None
     if value.per_token and len(value.data) != length:
@@ -237,11 +239,12 @@ class Trajectory(_Model):
     rollout_index: Annotated[int, Field(ge=0, lt=2 * MAX_GROUP_SIZE), Whole]
     reward: Reward | None = None
     reward_later: StrictBool = False
-    rewards: dict[ShortText, Reward] = Field(default_factory=dict, max_length=64)
+    rewards: dict[ShortText, Reward] = Field(default_factory=dict, max_length=MAX_REWARDS)
     status: Status = Status.COMPLETED
     model_version: Version | tuple[Version, Version] | None = None  # a number, or [start, end]
     data_source: ShortText | None = None
     role: Role = Role.TRAIN
+    round: RoundName | None = None  # of evaluation, such as step-100
     metadata: Metadata = Field(default_factory=dict)
     steps: list[Step] = Field(default_factory=list, max_length=MAX_STEPS)
     rows: list[Row] = Field(default_factory=list, max_length=MAX_ROWS)
@@ -261,7 +264,7 @@ class Trajectory(_Model):
             return data
         if data.get("rows", []) != []:
             raise ValueError(f"{next(iter(columns))!r} stands beside rows: move it into a row or remove it")
-        check_names(name for name in columns if isinstance(name, str) and name not in _ROW_FIELDS)
+        check_names([name for name in columns if isinstance(name, str) and name not in _ROW_FIELDS])
         if not any(name in columns for name in REQUIRED_COLUMNS):
             unknown = brief(next(iter(columns)))
             raise ValueError(f"unknown field {unknown}: columns need input_ids and response_mask")
@@ -274,6 +277,8 @@ class Trajectory(_Model):
             raise ValueError(f"model_version {list(self.model_version)} ends before it starts")
         if self.reward_later and self.scored:
             raise ValueError("reward_later stands beside reward: leave one of them out")
+        if self.round is not None and self.role is not Role.EVAL:
+            raise ValueError(f"round {brief(self.round)} stands beside role {self.role}, needs role eval")
         if self.status.usable and not self.rows:
             raise ValueError(f"status {self.status} needs at least one row with input_ids and response_mask")
         if len(self.rows) > 1 and len({(*row.columns, *row.extras) for row in self.rows}) > 1:
@@ -320,10 +325,9 @@ class Trajectory(_Model):
         """Oldest and newest policy version over trainable tokens; None when the source has no version."""
         version = self.model_version
         if self.rows and self.rows[0].versions is not None:  # then all rows have them
-            versions = [row.columns["versions"][row.response_mask == 1] for row in self.rows]
-            trained = np.concatenate(versions)
-            if trained.size:
-                return max(0, int(trained.min())), max(0, int(trained.max()))
+            columns = [(row.columns["versions"], row.response_mask) for row in self.rows]
+            if span := span_of(*map(np.concatenate, zip(*columns, strict=True))):
+                return span
         return version if version is None or isinstance(version, tuple) else (version, version)
 
     def to_json(self) -> dict[str, Any]:

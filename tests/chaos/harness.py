@@ -54,7 +54,7 @@ SCRIPTS: Final = {
         "withdraw",
     },
     "scorer": {"manifest", "register", "ensure_group", "scored"},
-    "grouper": {"manifest", "register", "ensure_group", "take", "expire", "sweep", "retire"},
+    "grouper": {"manifest", "register", "ensure_group", "take", "tick", "expire", "sweep", "retire"},
     "advantage": {"manifest", "register", "ensure_group", "publish", "discard", "attempt"},
     "trainer": {
         "manifest", "register", "server_id", "take_epoch", "set_trainer", "name_batch", "apply_batch",

@@ -183,7 +183,7 @@ def _push(producer: Producer, member: Trajectory) -> None:
 
 
 def _patiently(push: Callable[[], object]) -> None:
-    wait = Wait(Blocked("chaos", "not admitted"), cap=0.2)
+    wait = Wait(Blocked("chaos", "not admitted", None), cap=0.2)
     while True:
         try:
             push()

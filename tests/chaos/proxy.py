@@ -28,6 +28,9 @@ class Proxy:
         self.odds = 0.0  # of a fault for every piece of data
         self.delay_s = 0.3
         self.faults: Counter[str] = Counter()
+        self._mark = b""
+        self.held = threading.Event()
+        self._released = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
 
@@ -39,6 +42,14 @@ class Proxy:
     def arm(self, fault: str) -> None:
         """Do this to the next data in its direction."""
         self._armed.append(fault)
+
+    def hold(self, mark: bytes) -> None:
+        """Hold back what a client sends from the next `mark` on, until `release`. `held` is set once it does."""
+        self._mark = mark
+
+    def release(self) -> None:
+        """Pass on what is held back."""
+        self._loop.call_soon_threadsafe(self._released.set)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -81,6 +92,8 @@ class Proxy:
     async def _pump(self, way: str, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while data := await source.read(CHUNK):
+                if way == "request" and self._mark:
+                    data = await self._hold_back(data, source, target)
                 fault = self._fault(way)
                 if fault == "delay":
                     await asyncio.sleep(self.delay_s)
@@ -90,6 +103,26 @@ class Proxy:
                     return
                 target.write(data)
                 await target.drain()
+
+    async def _hold_back(
+        self, data: bytes, source: asyncio.StreamReader, target: asyncio.StreamWriter
+    ) -> bytes:
+        """Pass on what comes before the mark and wait, if it comes. Returns what is still to be passed on."""
+        mark = self._mark
+        while any(data.endswith(mark[:length]) for length in range(1, len(mark))):
+            more = await source.read(CHUNK)  # the rest of the mark?
+            if not more:
+                return data
+            data += more
+        before, found, _ = data.partition(mark)
+        if not found:
+            return data
+        self._mark = b""
+        target.write(before)
+        await target.drain()
+        self.held.set()
+        await self._released.wait()
+        return data[len(before) :]
 
     def _fault(self, way: str) -> str | None:
         fault = None

@@ -50,4 +50,4 @@ def main(words: Sequence[str], reached: Hook) -> int:
 
 def _join(setup: Setup) -> Run:
     connection = Connection(setup.url)
-    return patiently(lambda: open_run(connection, setup.run, setup.run_settings), setup.run)
+    return patiently(lambda: open_run(connection, setup.run, setup.run_settings), "chaos", setup.run)

@@ -100,6 +100,12 @@ class World:
             # a dead producer is known to be dead at once
             patch.setattr(heartbeats, "PRODUCER_TIMEOUT_S", -1.0)
             patch.setattr(Heartbeat, "start", lambda heartbeat, session: None)  # a thread dies with nobody
+            report = threading.excepthook
+            patch.setattr(
+                threading,
+                "excepthook",
+                lambda error: None if error.exc_type is Killed else report(error),  # a producer's goodbye
+            )
             # Nobody reads why there is no batch yet, and reading the status for it is a quarter of the time.
             patch.setattr(supply, "why_no_batch", lambda run, limits: "")
             actors = [(make, make(self)) for make in ACTORS]

@@ -26,7 +26,14 @@ from hypothesis.stateful import (
 
 from streamadv.advantage import poison, prepare, publish
 from streamadv.batch.recovery import set_trainer
-from streamadv.errors import EpochFencedError, GroupEndedError, NoBatchError, RunEndedError, TrajectoryError
+from streamadv.errors import (
+    EpochFencedError,
+    GroupEndedError,
+    NoBatchError,
+    RunEndedError,
+    StarvedError,
+    TrajectoryError,
+)
 from streamadv.grouping import grouper, housekeeping
 from streamadv.producer import Producer
 from streamadv.run.consumer import ADVANTAGE, GROUPER
@@ -212,9 +219,12 @@ class Lifecycle(RuleBasedStateMachine):
         """The next batch after doing all that can be done; what crashed consumers held is reclaimed at once."""
         for _ in range(3):
             group_all(self.run, consumer_of(self.run, GROUPER, lease_s=0))
-            with suppress(NoBatchError):
+            try:
                 return self.queue.next_batch(timeout=0)
-            compute_all(self.run, consumer_of(self.run, ADVANTAGE, lease_s=0))
+            except StarvedError:
+                return None  # the run has ended, and all of its groups were dropped
+            except NoBatchError:
+                compute_all(self.run, consumer_of(self.run, ADVANTAGE, lease_s=0))
         raise AssertionError("no batch comes, and the run does not end")
 
     def teardown(self) -> None:

@@ -11,6 +11,7 @@ import redis
 
 from streamadv.run import open_run
 from streamadv.status.evaluations import read_evaluations
+from tests.support import some_of
 
 from .checks import problems, total
 from .scenario import COMMAND, World
@@ -44,7 +45,7 @@ def test_scenario_without_deaths_reaches_every_script(redis_url: str, run: str) 
     assert world.deaths == []
 
 
-@pytest.mark.parametrize("name", [name for name in script_names() if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", some_of([name for name in script_names() if name not in ELSEWHERE], 6))
 def test_death_before_and_after(name: str, redis_url: str, run: str) -> None:
     """Who has died before a script is started again, and dies after it."""
     deaths = [f"before:{name}", f"after:{name}"]

@@ -137,7 +137,6 @@ def test_consume_refuses_limits_that_are_none(
         (["replay", "no-such-file"], "no-such-file"),
         (["replay", __file__], "test_cli.py:1"),
         (["replay", __file__, "--format", "chat"], "test_cli.py"),
-        (["replay", __file__, "--shards", "0"], "shards"),
         (["consume"], "--redis URL"),
         (["replay", os.devnull], "--redis URL"),
     ],
@@ -257,21 +256,24 @@ def test_evals_shows_what_evaluation_has_shown(
     producer.push(
         [trajectory("e", i, 2, role="eval", data_source="m\x1b[2J", model_version=3) for i in range(2)]
     )
+    producer.push([trajectory("f", 0, 1, role="eval", round="step-1", model_version=(3, 5))])
     group_all(joined)
     assert cli.main(arguments) == 0
-    head, line = capsys.readouterr().out.splitlines()
-    assert head.split()[:5] == ["data", "source", "version", "mean", "std"]
-    assert line.split()[1:] == ["3", "0.5", "-", "1", "0", "1", "2", "1", "0"]
+    head, of_round, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:6] == ["data", "source", "round", "version", "mean", "std"]
+    assert of_round.split() == ["-", "step-1", "3..5", "0", "-", "0", "0", "0", "1", "1", "0"]
+    assert line.split()[1:] == ["-", "3", "0.5", "-", "1", "0", "1", "2", "1", "0"]
     assert "\x1b" not in line
     assert cli.main([*arguments, "--json"]) == 0
-    (shown,) = json.loads(capsys.readouterr().out)["evaluations"]
+    first, shown = json.loads(capsys.readouterr().out)["evaluations"]
+    assert (first["round"], first["oldest_version"], first["version"]) == ("step-1", 3, 5)
     assert (shown["version"], shown["mean"], shown["std_error"], shown["groups"]) == (3, 0.5, None, 1)
+    assert (shown["round"], shown["oldest_version"]) == (None, 3)
+    assert cli.main(["status", *arguments[1:]]) == 0
+    assert "evaluation: round step-1, version 3..5, mean reward 0 of 1 rollouts" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words", [["worker", "grouper"], ["worker", "scorer", "m:f"], ["replay", "f"], ["runs", "create"]]
-)
-def test_every_setting_of_a_run_has_a_flag(words: list[str]) -> None:
-    by_create = {"batch_groups", "max_staleness"} if words != ["runs", "create"] else set()
-    parsed = cli.make_parser(words).parse_args(words)
-    assert RunSettings.model_fields.keys() - by_create <= vars(parsed).keys()
+@pytest.mark.parametrize("action", ["create", "change"])
+def test_every_setting_of_a_run_has_a_flag(action: str) -> None:
+    parsed = cli.make_parser(["runs", action]).parse_args(["runs", action])
+    assert RunSettings.model_fields.keys() <= vars(parsed).keys()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,14 @@ from typing import Any
 import pytest
 
 from streamadv.cli import main
+from streamadv.errors import EpochFencedError
 from streamadv.run import Run
+from streamadv.status import read_status
+from streamadv.store.connection import Connection
+from streamadv.store.keys import manifest_key
+from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.interchange import write_trajectory
+from tests.clusters import until
 from tests.support import (
     ended,
     identities,
@@ -90,6 +98,74 @@ def test_consume_continues_a_file(stages: Run, redis_url: str, tmp_path: Path) -
     assert problems(stages) == []
 
 
+def heard_of_trainer(run: Run) -> bool:
+    return read_status(run).trainer.silent_s is not None
+
+
+def test_consume_refuses_a_run_whose_trainer_is_alive_unless_told_to_take_it(
+    stages: Run, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with producing(redis_url, stages.name) as producer:
+        push_groups(producer, 2)
+        queue = TrainerQueue(redis_url, stages.name, batch_groups=1, prefetch=0, job="my-job").open()
+        until(lambda: heard_of_trainer(stages), "no heartbeat")
+        assert call(stages, "consume", "-o", out, "--max-groups", 2) == 1
+        (refusal,) = capfd.readouterr().err.splitlines()
+        assert f"run {stages.name} is in use by its trainer (job my-job, heard of " in refusal
+        assert "--take-over" in refusal
+        assert not out.exists()
+        batch = queue.next_batch(timeout=120)
+        assert batch is not None
+        queue.trained(batch)  # nobody has taken its run
+        assert call(stages, "consume", "-o", out, "--max-groups", 1, "--take-over", "--timeout", 120) == 0
+        with pytest.raises(EpochFencedError):
+            queue.next_batch()
+        queue.close()
+    assert problems(stages) == []
+
+
+@pytest.mark.processes
+def test_a_killed_consume_continues_its_file_at_once_and_no_other_one_does(
+    stages: Run, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["consume", "-o", str(out), "--redis", redis_url, "--run", stages.name]
+    first = subprocess.Popen([sys.executable, "-m", "streamadv", *words], stderr=subprocess.DEVNULL)
+    try:
+        with producing(redis_url, stages.name) as producer:
+            push_groups(producer, 2)
+            until(lambda: ledger(stages)["trained"] == 4 and heard_of_trainer(stages), "nothing is consumed")
+            assert call(stages, "consume", "-o", out) == 1
+            assert f"{out} is being written by another" in capfd.readouterr().err
+            first.kill()
+            first.wait()
+            push_groups(producer, 2, prefix="more")
+            producer.finish()
+        assert call(stages, "consume", "-o", tmp_path / "other.jsonl") == 1
+        assert "is in use by its trainer (job consume@" in capfd.readouterr().err
+        assert call(stages, "consume", "-o", out) == 0
+    finally:
+        first.kill()
+        first.wait()
+    assert len(identities_of(out)) == len(set(identities_of(out))) == 8
+    assert problems(stages) == []
+
+
+def test_batches_named_by_another_trainer_come_whole_and_the_summary_says_so(
+    stages: Run, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with producing(redis_url, stages.name) as producer:
+        push_groups(producer, 3)
+        queue = TrainerQueue(redis_url, stages.name, batch_groups=3, prefetch=0)
+        assert queue.next_batch(timeout=120) is not None
+        queue.close()
+        assert call(stages, "consume", "-o", out, "--max-groups", 1, "--timeout", 120) == 0
+    said = capfd.readouterr().err
+    assert "in 1 batch (2 beyond --max-groups: a batch named by another trainer comes whole): " in said
+
+
 def test_consume_writes_to_what_is_no_file(stages: Run, redis_url: str) -> None:
     with producing(redis_url, stages.name) as producer:
         push_groups(producer, 1)
@@ -111,6 +187,20 @@ def test_consume_fails_when_it_cannot_do_what_it_was_told(
     assert "the run ended after 1 of --max-groups 2" in capfd.readouterr().err
     (tmp_path / "other.txt").write_text("hello\n")
     assert call(stages, "consume", "-o", tmp_path / "other.txt") == 1
+
+
+def test_consume_fails_when_all_was_dropped(
+    stages: Run, redis_url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with producing(redis_url, stages.name) as producer:
+        producer.push([ended("g", index, 2, "failed") for index in range(2)])
+        producer.finish()
+    assert call(stages, "consume", "-o", tmp_path / "out.jsonl") == 1
+    said = capfd.readouterr().err
+    assert (
+        f"error: run {stages.name} has ended at version 0 and nothing was trained: 2 of 2 trajectories"
+        in said
+    )
 
 
 @pytest.fixture
@@ -149,7 +239,9 @@ def test_refused_groups_are_set_aside_and_members_of_open_ones_pass(
                 write_trajectory(file, trajectory(f"g{number}", index, 2))
     mb = 1 << 20
     words = ("--max-bytes", 2 * mb + 5000, "--max-trajectory-bytes", mb)
-    assert call(stages, "replay", path, *words) == 0
+    assert call(stages, "runs", "create", *words) == 0
+    capfd.readouterr()
+    assert call(stages, "replay", path) == 0
     assert "pushed 12, duplicates 0" in capfd.readouterr().out
     assert call(stages, "consume", "-o", tmp_path / "out") == 0
     assert len(identities_of(tmp_path / "out")) == 12
@@ -202,12 +294,14 @@ def test_a_line_without_a_reward_stops_the_replay_unless_somebody_brings_it(
     assert ledger(stages)["pushed"] == 1
 
 
-def test_replay_of_a_run_that_refuses_it_has_no_summary(
-    stages: Run, recording: Path, capfd: pytest.CaptureFixture[str]
+def test_replay_into_a_run_of_another_release_has_no_summary(
+    redis_url: str, run: str, recording: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(stages, "replay", recording, "--shards", 7) == 1
+    with Connection(redis_url) as connection:
+        connection.scripts.hset(manifest_key(run), mapping={"schema_version": "99", "salts": "[0]"})
+    assert main(["replay", str(recording), "--redis", redis_url, "--run", run]) == 1
     printed = capfd.readouterr()
-    assert ("shards" in printed.err, printed.out) == (True, "")
+    assert ("schema version 99" in printed.err, printed.out) == (True, "")
 
 
 def test_status_and_runs(stages: Run, recording: Path, capfd: pytest.CaptureFixture[str]) -> None:

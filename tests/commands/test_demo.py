@@ -41,6 +41,7 @@ def started(output: str) -> list[int]:
     return [int(pid) for line in lines for pid in re.findall(r"\((\d+)\)", line)]
 
 
+@pytest.mark.release
 def test_a_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) -> None:
     """The demo kills three of its processes, and here somebody kills its trainer as well."""
     files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
@@ -59,7 +60,7 @@ def test_a_small_run_with_kills_accounts_for_every_trajectory(tmp_path: Path) ->
         rest, errors = demo.communicate(timeout=240)
     output += rest
     assert demo.returncode == 0, output + errors
-    assert "trainer ended with exit status -9" in output
+    assert "trainer ended with status 137" in output
     assert "kill -9 of rollouts-0" in output
     assert "balanced" in output
     pids = started(output)
@@ -87,7 +88,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     ) as demo:
         assert demo.stdout is not None
         output = ""
-        while "started rollouts-0" not in output:
+        while "started " not in output:
             line = demo.stdout.readline()
             assert line, demo.stderr.read() if demo.stderr else ""
             output += line

@@ -29,7 +29,10 @@ from streamadv.run import Run
 from streamadv.store.connection import Connection
 from tests.support import join, ledger, problems
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.processes, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)),
+    pytest.mark.xdist_group("installation"),  # its environments are made once
+]
 
 ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 600.0
@@ -186,10 +189,14 @@ def test_the_distributions_hold_what_an_installation_needs(built: Path, wheel: P
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
         described = message_from_string(archive.read(metadata).decode())
     files = {*(ROOT / "streamadv").rglob("*.py"), *(ROOT / "streamadv").rglob("*.lua")}
     assert {str(file.relative_to(ROOT)) for file in files} | {"streamadv/py.typed"} <= names
     assert {name.partition("/")[0] for name in names} == {"streamadv", "workers", metadata.partition("/")[0]}
+    assert re.findall(r"^\[(.*)\]$", entry_points, re.MULTILINE) == [
+        "console_scripts"
+    ]  # hooks into no package
     needed = [text for text in described.get_all("Requires-Dist", []) if "extra ==" not in text]
     base = "hiredis numpy prometheus-client pydantic pydantic-settings redis rich"
     assert {re.split(r"[^\w-]", text)[0] for text in needed} == set(base.split())
@@ -212,8 +219,6 @@ def test_the_base_surface_needs_no_torch(base: Environment) -> None:
         (["worker", "advantage"], "torch"),
         (["compute", "in.jsonl", "-o", "out.jsonl"], "torch"),
         (["consume"], "torch"),
-        (["bench", "algorithms"], "torch"),
-        (["bench", "pipeline"], "torch"),
         (["demo"], "demo"),
     ],
 )

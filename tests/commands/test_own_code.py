@@ -176,7 +176,7 @@ def name_batch(
     with producing(url, run) as producer:
         push_groups(producer, 2)
     group_all(join(url, run))
-    queue = TrainerQueue(url, run, batch_groups=2, prefetch=0, chain=chain)
+    queue = TrainerQueue(url, run, batch_groups=2, prefetch=0, chain=chain, commit="each_batch")
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     return queue
@@ -250,7 +250,8 @@ def test_a_worker_in_a_computation_that_does_not_end_ends_on_a_signal(
 
 def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) -> None:
     words = ("worker", "scorer", "my_scorers:halves", "--redis", redis_url, "--run", run)
-    scorer = streamadv(folder, *words, "--scorers", "judge", "--columns", "input_ids")
+    assert main(["runs", "create", "--redis", redis_url, "--run", run, "--scorers", "judge"]) == 0
+    scorer = streamadv(folder, *words, "--columns", "input_ids")
     try:
         assert scorer.stderr is not None
         while "/metrics" not in (line := scorer.stderr.readline()):

@@ -19,7 +19,7 @@ from streamadv import cli
         (["compute", "a", "-o", "b", "--zzz", "c"], "streamadv compute [", "unrecognized option --zzz\n"),
         (["status", "more"], "streamadv status [", "unrecognized arguments: more"),
         (["up", "python", "a.py"], "streamadv up [", "python a.py: write `--` in front of each command"),
-        (["worker", "grouper", "--max-bytes", "much"], "streamadv worker grouper [", "512mb or 4gb"),
+        (["runs", "create", "--max-bytes", "much"], "streamadv runs create [", "512mb or 4gb"),
         (
             ["runs", "create", "--scorers", "a,,b"],
             "streamadv runs create [",
@@ -31,6 +31,8 @@ from streamadv import cli
             "to be input_ids",
         ),
         (["replay", "f", "--format", "tau_bench"], "streamadv replay [", "did you mean tau-bench?"),
+        (["status", "--ru", "x"], "streamadv status [", "unrecognized option --ru: did you mean --run?"),
+        (["dead", "list", "--js"], "streamadv dead list [", "unrecognized option --js"),
     ],
 )
 def test_a_wrong_word_is_an_error_of_its_command(
@@ -42,6 +44,31 @@ def test_a_wrong_word_is_an_error_of_its_command(
     assert caught.value.code == 2
     assert written.startswith(f"usage: {usage}")
     assert said in written
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["worker", "grouper", "--run", "exp1", "--max-bytes", "4gb"], "--run exp1 --max-bytes 4gb"),
+        (
+            ["worker", "scorer", "m:f", "--scorers=a,b", "--no-zero-variance-filter"],
+            "--run default --scorers=a,b --no-zero-variance-filter",
+        ),
+        (["replay", "--difficulty-low", "-0.5", "a file"], "--run default --difficulty-low -0.5"),
+        (["worker", "advantage", "--batch-groups", "8"], "--run default --batch-groups 8"),
+    ],
+)
+def test_a_setting_of_the_run_given_to_a_process_is_an_error_with_the_command_that_takes_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], remedy: str
+) -> None:
+    monkeypatch.delenv("STREAMADV_RUN", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"`streamadv runs create {remedy}`, or `runs change`" in line
+    create = ["runs", "create", *remedy.split()]
+    assert cli.make_parser(create).parse_args(create).run_name == remedy.split()[1]
 
 
 @pytest.mark.parametrize(

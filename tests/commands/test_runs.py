@@ -51,7 +51,7 @@ def test_settings_say_where_they_come_from(
     assert "  max_bytes 4294967296 (4.0 GiB)\n" in shown
     assert "  redundancy 0 (default)\n" in shown
     assert "trainer" not in shown
-    queue = TrainerQueue(redis_url, run, batch_groups=3, max_staleness=1)
+    queue = TrainerQueue(redis_url, run, batch_groups=3, max_staleness=1, commit="each_batch")
     assert queue.epoch
     queue.close()
     assert call(redis_url, run, "runs", "show") == 0
@@ -188,14 +188,14 @@ def test_a_run_whose_manifest_cannot_be_read_is_deleted_by_force(
 def test_a_run_with_a_trainer_is_deleted_by_force_only(
     redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    queue = TrainerQueue(redis_url, run, batch_groups=3)
+    queue = TrainerQueue(redis_url, run, batch_groups=3, commit="each_batch")
     assert queue.epoch
     while read_status(join(redis_url, run)).trainer.silent_s is None:
         pass  # its heartbeat is a thread
     assert call(redis_url, run, "runs", "delete") == 1
-    assert "is in use by its trainer: stop them, or use --force" in capsys.readouterr().err
+    assert "is in use by its trainer (job " in capsys.readouterr().err
     assert call(redis_url, run, "runs", "delete", "--force") == 0
-    assert "still alive, and free to make the run anew: its trainer: stop them" in capsys.readouterr().out
+    assert "still alive, and free to make the run anew: its trainer (job " in capsys.readouterr().out
     queue.close()
 
 

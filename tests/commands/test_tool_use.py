@@ -98,6 +98,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "start.safetensors"
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("staleness", "correction"), [(0, "none"), (4, "clip")])
 def test_a_language_model_learns(staleness: int, correction: str, start: Path, machine: Machine) -> None:
     machine.serve("-m", "streamadv", "up")
@@ -133,6 +134,7 @@ def evaluations(machine: Machine, groups: int) -> list[dict[str, Any]]:
         time.sleep(0.1)
 
 
+@pytest.mark.release
 def test_rollouts_workers_and_the_trainer_come_and_go(start: Path, machine: Machine) -> None:
     """Each process but the server is killed or leaves, and another one takes over: what the last checkpoint holds are
     all batches once, each with groups of its own."""

@@ -60,18 +60,20 @@ def up(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_file_goes_through_all_stages_in_one_command(
+def test_a_file_goes_through_all_stages_of_a_run_with_settings(
     up: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     with (tmp_path / "in.jsonl").open("wb") as file:
         for index in range(4):
             write_trajectory(file, trajectory("g", index, 4, reward=float(index)))
+        write_trajectory(file, trajectory("filtered", 0, 1))
     streamadv = (sys.executable, "-m", "streamadv")
-    words = ("--", *streamadv, "replay", "in.jsonl", "--", *streamadv, "consume", "-o", "out.jsonl")
+    create = "{0} runs create --zero-variance-filter >&2 && {0} replay in.jsonl".format(" ".join(streamadv))
+    words = ("--", "sh", "-c", create, "--", *streamadv, "consume", "-o", "out.jsonl")
     written, errors = up("--run", "whole", *words).communicate(timeout=DEADLINE_S)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [len(line["advantages"]) > 0 for line in lines] == [True] * 4, errors
-    assert "streamadv-1 | pushed 4, duplicates 0" in written
+    assert "sh | pushed 5, duplicates 0" in written
     assert "run whole, 1 grouper, 1 advantage worker, 2 commands" in errors
 
 
@@ -144,6 +146,41 @@ def test_a_worker_that_refuses_to_start_ends_everything(up: Callable[..., subpro
     assert "streamadv: error: advantage ended with status 1" in errors
 
 
+PROGRAMS = """
+import sys
+import threading
+import streamadv as sa
+
+run = sys.argv[1] or None
+with sa.Producer(sa.redis_url(), run) as producer:
+    print("producer is in", producer.run, flush=True)
+    queue = sa.TrainerQueue(sa.redis_url(), run).open()
+    threading.Event().wait()  # until it is ended
+"""
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.processes
+def test_programs_in_another_run_than_the_workers_are_told(
+    up: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "programs.py").write_text(PROGRAMS)
+    command = (sys.executable, "programs.py")
+    process = up("--run", "served", "--", *command, "mine", "--", "sleep", "1000")
+    assert process.stderr is not None
+    told = " in run mine, workers in served: leave run= out of the programs"
+    while told not in (line := process.stderr.readline()):
+        assert line
+    assert line.startswith(("up: producer is", "up: producer and trainer are"))
+    assert line.endswith(" or use `streamadv up --run mine`\n")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE_S) == 130
+    process = up("--run", "served", "--", *command, "", "--", "sleep", "1000")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "programs | producer is in served\n"
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_server_that_is_there_is_used(
@@ -186,7 +223,7 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
 ) -> None:
     started: list[str] = []
 
-    def refuse(name: str, words: list[str], environment: dict[str, str], show: object) -> None:
+    def refuse(name: str, command: list[str], environment: dict[str, str], *_: object, **__: object) -> None:
         started.append(environment["STREAMADV_METRICS_PORT"])
         if len(started) == 3:
             raise KeyboardInterrupt
@@ -195,7 +232,7 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
     monkeypatch.setattr(machine.signal, "signal", lambda *_: None)
     plan = machine.Plan({}, workers=2, metrics_port=given)
     with pytest.raises(KeyboardInterrupt):
-        machine.run_machine(plan, machine.Signals(), lambda: None)
+        machine.run_machine(plan, machine.Signals(), lambda _: None)
     assert set(started) == ports
 
 

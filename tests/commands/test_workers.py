@@ -18,7 +18,7 @@ import torch
 from streamadv.store.addresses import free_port
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
-from tests.support import join, producing, push_groups
+from tests.support import producing, push_groups
 
 pytestmark = [pytest.mark.server, pytest.mark.processes]
 
@@ -52,7 +52,7 @@ def test_workers_wait_for_the_server_work_and_stop(
 ) -> None:
     url = f"redis://127.0.0.1:{port}/0"
     workers = [
-        start(url, run, "grouper", "--redundancy", "1"),
+        start(url, run, "grouper"),
         start(url, run, "advantage", "--device", "cpu"),
     ]
     for worker in workers:
@@ -71,13 +71,29 @@ def test_workers_wait_for_the_server_work_and_stop(
         )
     assert consumed.returncode == 0, consumed.stderr
     assert len((tmp_path / "out").read_text().splitlines()) == 6
-    assert join(Connection(url), run).manifest.redundancy == 1
     for worker, number in zip(workers, (signal.SIGTERM, signal.SIGINT), strict=True):
         worker.send_signal(number)
         _, log = worker.communicate(timeout=240)
         assert worker.returncode == 0, log
         assert "finishing what is in hand" in log
         assert "Traceback" not in log
+
+
+def test_a_second_signal_ends_a_worker_at_once() -> None:
+    """In the middle of what it has in hand."""
+    lines = ("from workers.process import stop_on_signals", "import threading", "stop_on_signals()")
+    code = "\n".join([*lines, "print('begun', flush=True)", "threading.Event().wait()"])
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert worker.stdout is not None
+    assert worker.stderr is not None
+    assert worker.stdout.readline() == "begun\n"
+    worker.send_signal(signal.SIGTERM)
+    assert "SIGTERM: finishing what is in hand" in worker.stderr.readline()
+    worker.send_signal(signal.SIGINT)
+    worker.communicate(timeout=240)
+    assert worker.returncode == 128 + signal.SIGINT
 
 
 def test_a_worker_waits_for_a_server_that_does_not_write(later: EmbeddedServer, run: str) -> None:
@@ -105,15 +121,6 @@ def test_every_line_of_a_worker_that_logs_json_is_a_record(redis_url: str, run: 
     assert {(record["run"], record["role"]) for record in records} == {(run, "grouper")}
     assert len({record["process"] for record in records}) == 1
     assert {"metrics_served", "stopping"} <= {record["event"] for record in records}
-
-
-def test_a_worker_with_another_setting_is_refused(redis_url: str, run: str) -> None:
-    with producing(redis_url, run, {"redundancy": 2}):
-        worker = start(redis_url, run, "grouper", "--redundancy", "3")
-        _, log = worker.communicate(timeout=240)
-    assert worker.returncode == 1
-    error = next(line for line in log.splitlines() if "error" in line)
-    assert f"redundancy is 3, run {run} was created with 2" in error
 
 
 @pytest.mark.parametrize(

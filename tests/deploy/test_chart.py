@@ -104,6 +104,10 @@ def test_the_check_itself_refuses_unknown_fields(kind: str, field: str) -> None:
         ({**SERVER, "advantage": {"autoscaling": {"enabled": True}}}, "prometheus.address"),
         ({**SERVER, "advantage": {"device": "cpu", "gpu": {"count": 1}}}, "advantage.gpu.count"),
         ({**SERVER, "logFormat": "yaml"}, "/logFormat"),
+        (
+            {"server": {"urlSecret": {"name": "u"}}, "exporter": {"passwordSecret": {"name": "o"}}},
+            "exporter.passwordSecret.name",
+        ),
         ({**SERVER, "terminationGracePeriodSeconds": 5}, "terminationGracePeriodSeconds"),
     ],
 )
@@ -158,7 +162,7 @@ def test_processes_log_as_the_values_say(name: str) -> None:
         assert environment_of(deployment)["STREAMADV_LOG_FORMAT"] == name
 
 
-def test_settings_of_the_run_go_to_every_worker_as_flags() -> None:
+def test_the_run_is_created_with_its_settings_before_any_worker_starts() -> None:
     settings = {
         "shards": 3,
         "group_deadline_s": 0.5,
@@ -177,12 +181,15 @@ def test_settings_of_the_run_go_to_every_worker_as_flags() -> None:
         {**SERVER, "runSettings": settings, "scorers": [{"name": "math", "function": "rewards:score"}]}
     )
     for component in ("grouper", "advantage", "scorer-math"):
-        words = pod_of(manifests["Deployment", f"demo-streamadv-{component}"])["containers"][0]["args"]
-        given = vars(make_parser(words).parse_args(words))
+        (first,) = pod_of(manifests["Deployment", f"demo-streamadv-{component}"])["initContainers"]
+        assert first["args"][:2] == ["runs", "create"]
+        given = vars(make_parser(first["args"]).parse_args(first["args"]))
         for name, value in settings.items():
             expected = {"4gb": 4 << 30, "64mb": 64 << 20}.get(str(value), value)
             assert given[name] == expected, (component, name)
         assert list(given["scorers"]) == ["math"]
+    for deployment in (*deployments(render(SERVER)), manifests["Deployment", "demo-streamadv-exporter"]):
+        assert "initContainers" not in pod_of(deployment)
 
 
 def test_the_schema_has_the_settings_of_a_run() -> None:
@@ -201,7 +208,7 @@ def test_every_container_is_confined(name: str) -> None:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["automountServiceAccountToken"] is False
         assert pod["enableServiceLinks"] is False
-        for container in pod["containers"]:
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] is True
             assert context["allowPrivilegeEscalation"] is False
@@ -263,6 +270,38 @@ def test_passwords_and_certificates_come_from_secrets() -> None:
         "STREAMADV_REDIS_URL"
     ]
     assert url == {"secretKeyRef": {"name": "streamadv-server", "key": "url"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("valkey", "rediss://{}@demo-streamadv-valkey:6380/0"),
+        ("gpu", "rediss://{}@redis.example:6380/0"),
+        ("cluster", "redis+cluster://{}@redis-0.redis:6379"),
+    ],
+)
+@pytest.mark.parametrize("has_secret", [False, True])
+def test_the_exporter_only_reads_where_it_has_a_password_of_its_own(
+    name: str, url: str, has_secret: bool
+) -> None:
+    values = example(name)
+    if not has_secret:
+        del values["exporter"]
+    manifests = render(values)
+    for component, role in (("exporter", "observer" if has_secret else "pipeline"), ("grouper", "pipeline")):
+        workload = manifests["Deployment", f"demo-streamadv-{component}"]
+        assert environment_of(workload)["STREAMADV_REDIS_URL"] == url.format(f"streamadv-{role}")
+        secrets = {volume["name"]: volume.get("secret") for volume in pod_of(workload)["volumes"]}
+        assert secrets["password"]["secretName"] == f"streamadv-{role}"
+
+
+def test_a_user_is_put_into_a_url_without_one() -> None:
+    values = {
+        "server": {"url": "redis://redis:6379/0"},
+        "exporter": {"user": "o", "passwordSecret": {"name": "s"}},
+    }
+    exporter = environment_of(render(values)["Deployment", "demo-streamadv-exporter"])
+    assert exporter["STREAMADV_REDIS_URL"] == "redis://o@redis:6379/0"
 
 
 def test_the_server_keeps_everything_and_lets_in_who_it_knows() -> None:

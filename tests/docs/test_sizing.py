@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from streamadv.bench.scaling import LONG, PARTS, SHORT, UTILISATION, Costs, Linear
+from benchmarks.scaling import LONG, PARTS, SHORT, UTILISATION, Costs, Linear
 
 from .story import ROOT, blocks_of
 

@@ -13,9 +13,8 @@ from streamadv.errors import NoBatchError
 from streamadv.run import Run
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.packet_encoding import encode_packets
 from streamadv.trajectory.schema import Trajectory
-from tests.support import compute_all, group_all, join, producing, push_groups, trajectory
+from tests.support import compute_all, group_all, join, packets_of, producing, push_groups, trajectory
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4], "response_mask": [0, 1, 1, 1], "values": [0.0, 0.5, 0.5, 0.25]},
@@ -42,7 +41,7 @@ def payloads() -> list[tuple[bytes, dict[bytes, bytes]]]:
     """Member table and stored fields of a packet of each of them, and of one with two members."""
     first, *others = trajectories()
     second = trajectory("g", 1, 2, metadata={"prompt": "q"}, tokens=3)
-    packets = [encode_packets(items, 1 << 22) for items in ([first], [first, second], *([t] for t in others))]
+    packets = [packets_of(items, 1 << 22) for items in ([first], [first, second], *([t] for t in others))]
     return [
         (packet.table, {as_bytes(name): as_bytes(value) for name, value in packet.fields.items()})
         for (packet,) in packets

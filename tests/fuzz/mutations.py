@@ -33,6 +33,7 @@ SHARES: Final = {
     "results log": 0.08,
     "a run's streams": 0.01,
     "open groups": 0.005,
+    "a producer's rights": 0.002,
     "JSON lines": 0.16,
     "files": 0.02,
     "chats": 0.06,

@@ -138,7 +138,9 @@ def test_streams_of_a_run() -> None:
             producer.finish()
         group_all(run)
         spoil("groups", "results")
-        queue = TrainerQueue(connection, "r", batch_groups=2, chain={"estimator": "reinforce"})
+        queue = TrainerQueue(
+            connection, "r", batch_groups=2, chain={"estimator": "reinforce"}, commit="each_batch"
+        )
         trained: set[str] = set()
         for _ in range(20):
             try:

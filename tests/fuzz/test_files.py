@@ -16,8 +16,8 @@ from streamadv.errors import StreamadvError, TrajectoryError
 from streamadv.trajectory.adapters.chat import read_chat, tokenize_chat
 from streamadv.trajectory.adapters.tau_bench import read_tau_bench
 from streamadv.trajectory.interchange import parse_json, read_trajectories, recover
-from streamadv.trajectory.packet_encoding import encode_packets
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
+from tests.support import packets_of
 
 from .examples import chats, lines
 from .mutations import (
@@ -52,7 +52,7 @@ def test_lines() -> None:
 
         trajectory = one_line_error(call, TrajectoryError, line)
         if trajectory is not None:
-            one_line_error(lambda item=trajectory: encode_packets([item], 1 << 22), TrajectoryError, line)  # type: ignore[misc]
+            one_line_error(lambda item=trajectory: packets_of([item], 1 << 22), TrajectoryError, line)  # type: ignore[misc]
             assert parse_trajectory(trajectory.to_json()).to_json() == trajectory.to_json(), line
 
 

@@ -91,6 +91,7 @@ def train(url: str, run: str, port: int, _: Path) -> None:
         pushed=PUSHED,
         max_filtered_batches=None,
         durability_window=1.0,
+        commit="each_batch",
         settings=SETTINGS,
     )
     for _batch in queue:

@@ -22,6 +22,7 @@ from streamadv.errors import NoBatchError, NotPermittedError
 from streamadv.producer import Producer
 from streamadv.run import consumer as streams
 from streamadv.run import find_run, open_run
+from streamadv.run.malformed import list_malformed
 from streamadv.status import read_status
 from streamadv.store import acl
 from streamadv.store.connection import Connection
@@ -175,7 +176,7 @@ def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(empty: Guarded) -
     with producing(empty.url("producer"), RUN, {"dedupe_groups": 1, "redundancy": 2}) as producer:
         run = join(empty.url("pipeline"), RUN)
         with pytest.raises(NoBatchError):  # from now on producers are paced
-            TrainerQueue(run.connection, RUN).next_batch(timeout=0)
+            TrainerQueue(run.connection, RUN, commit="each_batch").next_batch(timeout=0)
         for number in range(3):  # each is the last one remembered
             group_id = f"judged{number}"
             producer.push([unscored(group_id, index, 1) for index in range(2)])
@@ -226,7 +227,7 @@ def test_the_pipeline_can_do_its_job_and_needs_all_it_is_allowed(
         assert [entries for _ in run.keys.shards for entries in consumer.read(1)]
         consumer.give_back()
         with pytest.raises(NoBatchError):
-            TrainerQueue(world.connection, RUN).next_batch(timeout=0.5)
+            TrainerQueue(world.connection, RUN, commit="each_batch").next_batch(timeout=0.5)
     empty.admin.flushall()
     with empty.watch(used), producing(world.connection, RUN, {"dedupe_groups": 1}) as producer:
         push_groups(producer, 2)
@@ -248,7 +249,12 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
         producer.push([unscored("waits", 0)])
         run = join(empty.server.url, RUN)
         queue = TrainerQueue(
-            run.connection, RUN, chain={"estimator": "gae"}, pushed=["values"], batch_groups=1
+            run.connection,
+            RUN,
+            chain={"estimator": "gae"},
+            pushed=["values"],
+            batch_groups=1,
+            commit="each_batch",
         )
         producer.finish()
         with pytest.raises(NoBatchError):  # the groups become dead letters, one trajectory waits
@@ -466,6 +472,33 @@ def test_a_producer_ends_nothing_of_others(empty: Guarded) -> None:
         assert dump(empty) == before
 
 
+@pytest.mark.parametrize("group_id", ["x}:group:y", "x}:ended", "x}:ledger", "x}:rollouts"])
+def test_no_dead_letter_looks_like_a_key_that_a_producer_may_use(empty: Guarded, group_id: str) -> None:
+    """A producer may write what it likes into streams and open groups: such a group gets nowhere."""
+    with producing(empty.url("producer"), RUN) as producer:
+        keys = join(empty.server.url, RUN).keys.home
+        words = ["HSET", keys.dead_group(group_id), "detail", "forged"]
+        if ":group:" in group_id:
+            assert empty.allows("producer", *words)  # so that letter must not come into being
+        push_groups(producer, 1)
+        with empty.client("producer") as client:
+            client.hset(keys.group(group_id), mapping=empty.admin.hgetall(keys.group("g0000")))
+            client.zadd(keys.open, {group_id: 0})
+            client.rpush(keys.scored, f"0 {group_id}")
+            for _, fields in empty.admin.xrange(keys.rollouts):
+                client.xadd(keys.rollouts, {**fields, b"group_id": group_id})
+        run = join(empty.url("pipeline"), RUN)
+        group_all(run)
+        assert [fields[b"group_id"] for _, fields in empty.admin.xrange(keys.groups)] == [b"g0000"]
+        assert empty.admin.zcard(keys.open) == empty.admin.llen(keys.scored) == 0
+        assert [note.id.partition("/")[0] for note in list_malformed(run.home)] == [
+            "rollouts",
+            "scored",
+            "open",
+        ]
+        run.connection.close()
+
+
 @pytest.mark.parametrize(
     ("role", "call", "refused"),
     [
@@ -473,7 +506,7 @@ def test_a_producer_ends_nothing_of_others(empty: Guarded) -> None:
         ("observer", lambda url: push_to(url, RUN), f"EVALSHA of run {RUN}"),
         (
             "producer",
-            lambda url: TrainerQueue(url, RUN, batch_groups=1).next_batch(timeout=9),
+            lambda url: TrainerQueue(url, RUN, batch_groups=1, commit="each_batch").next_batch(timeout=9),
             f"EVAL(SHA)? of run {RUN}",
         ),
         ("producer", lambda url: read_status(find_run(Connection(url), RUN)), f"HGETALL of run {RUN}"),

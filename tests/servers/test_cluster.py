@@ -94,7 +94,7 @@ def test_what_a_dead_consumer_had_is_taken_over_on_every_shard(cluster: Cluster,
             push_groups(producer, 12)
             producer.finish()
         joined = open_run(connection, run)
-        queue = TrainerQueue(connection, run, batch_groups=12)
+        queue = TrainerQueue(connection, run, batch_groups=12, commit="each_batch")
         for stage, work in ((GROUPER, group_all), (ADVANTAGE, compute_all)):
             dead = consumer_of(joined, stage)
             held = [dead.read(128) for _ in range(9)]

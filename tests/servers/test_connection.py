@@ -26,6 +26,7 @@ from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import RETRYABLE, NotNowError
 from streamadv.store.scripts import script_call
 from streamadv.store.waiting import Blocked, Wait
+from tests.clusters import until
 
 needs_cluster_client = pytest.mark.skipif(
     not hasattr(redis.asyncio.cluster, "TransactionStrategy"), reason="redis-py 7 or newer"
@@ -372,10 +373,18 @@ def one_node_cluster(**options: str) -> Iterator[str]:
         with redis.Redis.from_url(server.url) as client:
             execute = cast(Callable[..., Any], client.execute_command)
             execute("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-            wait = Wait(Blocked("test", "waiting for a cluster"), base=0.01, cap=0.1)
+            wait = Wait(Blocked("test", "waiting for a cluster", None), base=0.01, cap=0.1)
             while execute("CLUSTER INFO")["cluster_state"] != "ok":
                 wait.pause()
         yield server.url.removeprefix("redis").removesuffix("/0")
+
+
+async def test_tasks_may_close_a_connection_at_once(redis_url: str) -> None:
+    connection = AsyncConnection(redis_url)
+    ids = [await client.client_id() for client in (connection.scripts, connection.push, connection.blocking)]
+    await asyncio.gather(*(connection.close() for _ in range(3)))
+    with redis.Redis.from_url(redis_url) as client:
+        until(lambda: not client.client_list(client_id=ids), "disconnected")
 
 
 @needs_cluster_client

@@ -9,10 +9,10 @@ from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.store.calls import server_ids
 from streamadv.store.connection import Connection
-from streamadv.store.keys import ShardKeys
+from streamadv.store.keys import ShardKeys, manifest_key
 from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
-from tests.support import heartbeat, ledger, problems, push_groups
+from tests.support import heartbeat, ledger, problems, push_groups, threads
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +76,30 @@ def test_a_primary_that_got_its_place_back_is_another_server(cluster: Cluster) -
     assert cluster.primary_of(keys.void) is primary
     assert None not in (before, after)
     assert before != after
+
+
+def test_a_producer_is_heard_at_home_while_another_primary_hangs(cluster: Cluster, run: str) -> None:
+    with Connection(cluster.url) as connection:
+        for number in range(100):
+            joined = open_run(connection, f"{run}-{number}", RunSettings(shards=3))
+            home = cluster.primary_of(joined.keys.home.void)
+            elsewhere = cluster.primary_of(manifest_key(joined.keys.run))
+            if home is not elsewhere:
+                break
+        with Producer(connection, joined.keys.run) as producer:
+
+            def said() -> object:
+                return home.client.hvals(joined.keys.home.producers)
+
+            first = said()
+            with cluster.calm():  # nobody takes over
+                elsewhere.pause()
+                try:
+                    with threads(lambda stop: heartbeat(producer)):
+                        until(lambda: said() != first, "it is heard", within_s=30)
+                        elsewhere.go_on()
+                finally:
+                    elsewhere.go_on()
 
 
 def test_a_producer_sends_again_what_one_shard_forgot(cluster: Cluster, run: str) -> None:

@@ -131,7 +131,7 @@ def test_a_trainer_receives_large_trajectories_so(
     mask = np.ones(tokens, np.uint8)
     with Connection(redis_url) as connection, producing(connection, run) as producer:
         joined = join(connection, run)
-        queue = TrainerQueue(connection, run, batch_groups=1)
+        queue = TrainerQueue(connection, run, batch_groups=1, commit="each_batch")
         queue.open()
         records = [{"input_ids": row, "response_mask": mask, "reward": float(row[0])} for row in ids]
         producer.begin_group(2).push([{**record, "rollout_index": i} for i, record in enumerate(records)])

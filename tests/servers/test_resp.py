@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import hiredis
 import numpy as np
 import pytest
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from streamadv.store.connection import Connection
 from streamadv.store.resp import LARGE
+from streamadv.trainer.queue import TrainerQueue
+from tests.clusters import Cluster
+from tests.support import delivered_batch, group_all, join, problems, producing, trajectory
 
 
 def test_a_transaction_answers_with_its_call_or_raises_its_first_error(redis_url: str) -> None:
@@ -30,6 +34,39 @@ def test_a_transaction_answers_with_its_call_or_raises_its_first_error(redis_url
                 client.transact(payloads, ("EVAL", "return 1", 0))
         finally:
             client.config_set("maxmemory", 0)
+
+
+def numbers_packed(url: str, run: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the C packer gets that is no text, while a run takes a batch through all its stages."""
+    pack, packed = hiredis.pack_command, list[Any]()
+
+    def recorded(command: tuple[Any, ...]) -> bytes:
+        packed.extend(command)
+        return pack(command)
+
+    monkeypatch.setattr(hiredis, "pack_command", recorded)
+    with producing(url, run, {"max_trajectory_bytes": 1 << 14}) as producer:
+        joined, queue = join(url, run), TrainerQueue(url, run, batch_groups=2)
+        producer.push([trajectory("g", index, 2) for index in range(2)])
+        with producer.group(1) as group:
+            group.push([{"rollout_index": 0, "input_ids": [1], "response_mask": [1], "reward": 1.0}])
+        group_all(joined)
+        queue.trained(delivered_batch(queue, joined))
+        assert problems(joined) == []
+        queue.close()
+    assert packed
+    return [arg for arg in packed if not isinstance(arg, str | bytes)]
+
+
+def test_no_number_reaches_the_c_packer(redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints numbers by a call that runs signal handlers: one that raises, as Ctrl-C does, ends the process."""
+    assert numbers_packed(redis_url, run, monkeypatch) == []
+
+
+def test_no_number_reaches_the_c_packer_on_a_cluster(
+    cluster: Cluster, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert numbers_packed(cluster.url, run, monkeypatch) == []
 
 
 def test_a_server_reads_them(redis_url: str) -> None:

@@ -112,7 +112,7 @@ def test_errors_and_their_tracebacks_show_no_password(
             lambda: Connection(wrong).wait_until_ready(),
             lambda: Producer(wrong, run).open(),
             lambda: Scorer(wrong, run, "s"),
-            lambda: TrainerQueue(wrong, run).next_batch(timeout=0),
+            lambda: TrainerQueue(wrong, run, commit="each_batch").next_batch(timeout=0),
             lambda: Connection(url + "?no_such_option=1"),
             lambda: Connection(told.open_url.replace("//", f"//u:{SECRET}@")),
         ):

@@ -131,7 +131,7 @@ async def test_every_role_does_its_job(
         await other.finish()
     run = join(as_role(told, "pipeline", monkeypatch), RUN)
     assert group_all(run) == ["complete"] * 7
-    queue = TrainerQueue(run.connection, RUN, batch_groups=7)
+    queue = TrainerQueue(run.connection, RUN, batch_groups=7, commit="each_batch")
     batch = delivered_batch(queue, run)
     assert len(batch.references) == 13
     queue.trained(batch)

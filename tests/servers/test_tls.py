@@ -74,7 +74,7 @@ def test_a_run_over_tls_with_client_certificates(place: Place, run: str) -> None
         push_groups(producer, 2)
         producer.finish()
         joined = join(url, run)
-        batch = delivered_batch(TrainerQueue(url, run, batch_groups=2), joined)
+        batch = delivered_batch(TrainerQueue(url, run, batch_groups=2, commit="each_batch"), joined)
         assert len(batch.references) == 4
         assert problems(joined) == []
     joined.connection.close()
@@ -122,7 +122,7 @@ async def test_who_is_refused_learns_why_at_once(place: Place, case: str) -> Non
     [
         lambda url, run: Producer(url, run).open(),
         lambda url, run: Scorer(url, run, "s"),
-        lambda url, run: TrainerQueue(url, run).next_batch(timeout=0),
+        lambda url, run: TrainerQueue(url, run, commit="each_batch").next_batch(timeout=0),
     ],
     ids=["producer", "scorer", "trainer"],
 )

@@ -16,10 +16,10 @@ from streamadv.run import open_run
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trajectory.checked import Checked
 from streamadv.trajectory.columns import HEADER
 from streamadv.trajectory.packet import Packet
 from streamadv.trajectory.payload import SCHEMA_VERSION
-from streamadv.trajectory.schema import Trajectory
 from tests.support import delivered_batch, join, ledger, next_batch, problems, push_groups
 
 
@@ -40,7 +40,7 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
     """Within a schema version fields are only ever added, and left alone by who does not know them."""
     encode = pushing.encode_packets
 
-    def encode_newer(items: Sequence[Trajectory], *settings: Any) -> list[Packet]:
+    def encode_newer(items: Sequence[Checked], *settings: Any) -> list[Packet]:
         return [newer_packet(packet) for packet in encode(items, *settings)]
 
     joined = join(redis_url, run)
@@ -51,7 +51,7 @@ def test_a_field_that_a_newer_release_adds_passes_through_an_older_one(
             push_groups(newer, 2, prefix="new")
             newer.finish()
         older.finish()
-    queue = TrainerQueue(redis_url, run, batch_groups=4)
+    queue = TrainerQueue(redis_url, run, batch_groups=4, commit="each_batch")
     batch = delivered_batch(queue, joined)
     assert {reference.group_id for reference in batch.references} == {
         "new0000",
@@ -76,7 +76,7 @@ def test_every_role_refuses_a_run_of_another_schema_version(redis_url: str, run:
             lambda: Producer(connection, run).open(),
             lambda: open_run(connection, run),  # groupers, advantage workers, status
             lambda: Scorer(connection, run, "judge"),
-            lambda: TrainerQueue(connection, run).next_batch(timeout=0),
+            lambda: TrainerQueue(connection, run, commit="each_batch").next_batch(timeout=0),
         )
         for role in roles:
             with pytest.raises(

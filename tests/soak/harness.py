@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 import redis
 
-from streamadv.processes.children import Child, Message, stop_all
+from benchmarks.children import Child, Message, stop_all
 from streamadv.run import Run, open_run
 from streamadv.status import problems_of, read_shards, read_status
 from streamadv.store import scripts

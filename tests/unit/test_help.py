@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import pydoc
 import re
+import sys
 
 import pytest
 
@@ -35,6 +37,27 @@ def test_help_of_producers_groups_and_rollouts(fake: Connection) -> None:
         (rollout, _) = group
         for instance in (producer, group, rollout, rollout.ticket):
             assert missing(instance) == [], type(instance).__name__
+
+
+def test_help_and_completion_of_the_package_show_its_public_names() -> None:
+    assert dir(sa) == sorted(sa.__all__)
+    text = pydoc.render_doc(sa, renderer=pydoc.plaintext)
+    classes = [name for name in sa.__all__ if isinstance(getattr(sa, name), type)]
+    assert len(classes) > 20
+    assert [name for name in classes if not re.search(rf"^    class {name}\b", text, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("name", ["algorithms", "errors", "losses", "padded", "weights"])
+def test_a_public_module_is_an_attribute_and_an_import(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(sa), name, raising=False)  # as if nobody had imported it yet
+    assert getattr(sa, name) is importlib.import_module(f"streamadv.{name}")
+    assert name in sa.__all__
+
+
+def test_without_torch_the_package_shows_what_loads_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    computing = {"Batch", "MicroBatch", "TrainerQueue", "losses", "padded"}
+    assert set(dir(sa)) == set(sa.__all__) - computing
 
 
 @pytest.mark.parametrize(

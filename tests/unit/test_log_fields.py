@@ -72,10 +72,11 @@ def test_an_expired_group_is_found_by_its_fields(fake: Connection, caplog: pytes
 
 
 def test_who_waits_is_found_by_its_fields(caplog: pytest.LogCaptureFixture) -> None:
-    Blocked("judge", "waiting for the server", first_s=0.0).because(Reason("server_away", "refused"))
+    Blocked("judge", "waiting for the server", "exp1", first_s=0.0).because(Reason("server_away", "refused"))
     (record,) = caplog.records
-    assert fields_of(record) == {"event": "waiting", "role": "judge", "reason": "server_away"}
-    assert re.match("judge: waiting for the server", record.getMessage())
+    expected = {"event": "waiting", "run": "exp1", "role": "judge", "reason": "server_away"}
+    assert fields_of(record) == expected
+    assert re.match("run exp1: judge: waiting for the server", record.getMessage())
 
 
 def test_groups_dropped_for_one_reason_are_one_record_per_batch(
@@ -83,7 +84,9 @@ def test_groups_dropped_for_one_reason_are_one_record_per_batch(
 ) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
-        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0)
+        queue = TrainerQueue(
+            fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0, commit="each_batch"
+        )
         for k in range(2):
             push_groups(producer, 1, prefix=f"fresh{k}-", model_version=k)
             batch = delivered_batch(queue, run)
@@ -118,7 +121,9 @@ def test_drops_without_a_batch_are_told_when_the_trainer_leaves(
 ) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
-        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0)
+        queue = TrainerQueue(
+            fake, "r", batch_groups=1, max_staleness=20, drop_after=0, prefetch=0, commit="each_batch"
+        )
         push_groups(producer, 1, prefix="fresh", model_version=0)
         batch = delivered_batch(queue, run)
         queue.trained(batch)

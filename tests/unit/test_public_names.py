@@ -189,8 +189,8 @@ def exposed_metrics() -> Iterator[str]:
         if family.name.startswith("streamadv_") and not family.name.endswith("_created"):
             yield metric_line(family, labels)
     yield "streamadv_blocked gauge reason stage"
-    for family, (_, *labels) in zip(exported.families().values(), exported.FACTS.values(), strict=True):
-        yield metric_line(family, sorted(labels))
+    for family, fact in zip(exported.families().values(), exported.FACTS.values(), strict=True):
+        yield metric_line(family, sorted(fact.labels))
 
 
 def metric_line(family: Metric, labels: Sequence[str]) -> str:

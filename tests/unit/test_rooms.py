@@ -13,20 +13,19 @@ import pytest
 
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
-    "version", "errors", "messages", "logs", "units", "clock", "launcher", "extras", "tracing", "plugins", "program",
-    "weights", "trajectory", "metrics", "store", "settings", "run", "producer", "grouping", "algorithms",
-    "losses", "padded", "batch", "advantage", "status", "trainer", "processes", "integrations", "demo",
-    "bench", "cli",
+    "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
+    "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "producer", "grouping",
+    "algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "processes", "integrations", "demo",
+    "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where torch, or what they integrate, is installed; all others are imported without.
 WITH_TORCH = (
     "integrations",
-    *("losses", "padded", "advantage", "trainer", "demo", "bench"),
-    *("algorithms.arguments", "algorithms.kernels.compiler", "algorithms.kernels.tokens"),
-    "algorithms.kernels.rewards",
+    *("losses", "padded", "advantage", "trainer", "demo", "testing"),
+    *("algorithms.arguments", "algorithms.kernels.loops"),
 )
 #: The package's face may be used by what stands beside the pipeline, as any user would.
-USERS = ("processes", "demo", "bench", "cli")
+USERS = ("processes", "demo", "cli")
 PACKAGE = Path(str(resources.files("streamadv")))
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from streamadv.errors import SettingError
-from streamadv.settings import SECRETS, Settings, likely_typos, load_settings, shown_settings
+from streamadv.producer import Producer
+from streamadv.settings import SECRETS, Settings, likely_typos, load_settings, run_name, shown_settings
+from streamadv.trainer.queue import TrainerQueue
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,6 +18,29 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
     assert load_settings().run == "from-environment"
     assert load_settings({"run": None}).run == "from-environment"
     assert load_settings({"run": "from-flag"}).run == "from-flag"
+
+
+@pytest.mark.parametrize("make", [Producer, TrainerQueue])
+@pytest.mark.parametrize(
+    ("variable", "given", "expected"),
+    [
+        (None, None, "default"),
+        ("", None, "default"),
+        ("from-environment", None, "from-environment"),
+        ("from-environment", "given", "given"),
+    ],
+)
+def test_a_program_has_the_run_that_the_command_line_would_have(
+    make: Callable[..., object],
+    variable: str | None,
+    given: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("STREAMADV_RUN", variable)
+    assert f"run={expected!r}" in repr(make("redis://localhost:1", run=given))
+    assert load_settings({"run": given}).run == run_name(given) == expected
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:

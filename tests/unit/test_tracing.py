@@ -22,7 +22,7 @@ from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.member_table import decode_table, decode_tables, trace_of, with_trace
-from streamadv.trajectory.packet_encoding import encode_packets, select_members
+from streamadv.trajectory.packet_encoding import select_members
 from tests.support import (
     Forward,
     batches_read,
@@ -33,6 +33,7 @@ from tests.support import (
     group_all,
     join,
     next_batch,
+    packets_of,
     payload_keys,
     problems,
     producing,
@@ -157,7 +158,10 @@ def test_a_batch_has_a_bounded_number_of_links(
     fake: Connection, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "MAX_LINKS", 3)
-    with producing(fake, "r") as producer, closing(TrainerQueue(fake, "r", batch_groups=5)) as queue:
+    with (
+        producing(fake, "r") as producer,
+        closing(TrainerQueue(fake, "r", batch_groups=5, commit="each_batch")) as queue,
+    ):
         push_groups(producer, 5)
         assert next_batch(queue, join(fake, "r")) is not None
     assert len(recorded.of_batches()[0].links) == 3
@@ -338,7 +342,9 @@ def test_a_group_of_failed_rollouts_is_marked(fake: Connection, recorded: Record
 def test_a_stale_group_is_marked(fake: Connection, recorded: Recorded) -> None:
     with (
         producing(fake, "r") as producer,
-        closing(TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, drop_after=0)) as queue,
+        closing(
+            TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, drop_after=0, commit="each_batch")
+        ) as queue,
     ):
         run = join(fake, "r")
         push_groups(producer, 1, prefix="a", model_version=0)
@@ -356,7 +362,7 @@ def test_dead_letters_are_marked(fake: Connection, recorded: Recorded) -> None:
     chain = {"estimator": "grpo", "kl": {"coefficient": 0.1}}
     with (
         producing(fake, "r") as producer,
-        closing(TrainerQueue(fake, "r", batch_groups=3, chain=chain)) as queue,
+        closing(TrainerQueue(fake, "r", batch_groups=3, chain=chain, commit="each_batch")) as queue,
     ):
         run = join(fake, "r")
         for name in ("g", "gone", "lost"):
@@ -477,7 +483,7 @@ def test_without_a_provider_nothing_is_added(fake: Connection, through: Any) -> 
         ((_, fields),) = fake.scripts.xrange(run.home.keys.rollouts)
         assert trace_of(fields[b"table"]) is None
         push_groups(producer, 1)
-        with closing(TrainerQueue(fake, "r", batch_groups=2)) as queue:
+        with closing(TrainerQueue(fake, "r", batch_groups=2, commit="each_batch")) as queue:
             group_all(run)
             with pytest.raises(NoBatchError):
                 queue.next_batch(timeout=0)
@@ -510,7 +516,7 @@ def test_nothing_of_opentelemetry_is_imported_unasked(monkeypatch: pytest.Monkey
 
 
 def test_a_member_table_carries_a_trace() -> None:
-    (packet,) = encode_packets([trajectory("g", index) for index in range(2)], 1 << 20)
+    (packet,) = packets_of([trajectory("g", index) for index in range(2)], 1 << 20)
     traced = with_trace(packet.table, CONTEXT)
     assert len(traced) == len(packet.table) + tracing.CONTEXT_BYTES
     assert (trace_of(packet.table), trace_of(traced)) == (None, CONTEXT)

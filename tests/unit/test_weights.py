@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,6 +84,15 @@ def test_tied_and_strided_weights_are_written_whole(tmp_path: Path) -> None:
         weights.load(weights.path_of(tmp_path, 0), loaded.update)
 
 
+def test_a_file_has_the_rights_that_the_process_gives_new_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        weights.publish(tmp_path, 1, {"a": np.zeros(3)})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(weights.path_of(tmp_path, 1).stat().st_mode) == 0o640
+
+
 def test_unfinished_and_foreign_files_are_no_versions(tmp_path: Path) -> None:
     (tmp_path / ".weights-000007.safetensors.123").write_bytes(b"half")
     (tmp_path / "weights-7.safetensors").write_bytes(b"")
@@ -88,6 +100,52 @@ def test_unfinished_and_foreign_files_are_no_versions(tmp_path: Path) -> None:
     weights.path_of(tmp_path, 7).write_bytes(b"no such file")
     with pytest.raises(SettingError, match=r"is no file of `weights\.publish`"):
         weights.Loader(tmp_path).refresh(model(0))
+
+
+def test_what_is_no_regular_file_is_no_version(tmp_path: Path) -> None:
+    """Others may write into a shared folder, too."""
+    os.mkfifo(weights.path_of(tmp_path, 99))
+    weights.path_of(tmp_path, 0).mkdir()
+    weights.publish(tmp_path, 12, {"w": np.zeros(1)}, keep=1)
+    assert weights.versions(tmp_path) == [12]
+    assert weights.Loader(tmp_path).refresh(lambda _: None) == 12
+    weights.publish(tmp_path, 3, {"w": np.zeros(1)}, keep=1)
+    assert weights.versions(tmp_path) == [3]
+
+
+def test_opening_a_fifo_stops_nobody(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    both_ends = os.open(fifo, os.O_RDWR)  # else who opens it would wait for ever
+    try:
+        with pytest.raises(SettingError, match=r"fifo is no file of `weights\.publish`: no regular file"):
+            weights.load(fifo.as_uri(), lambda _: None)
+    finally:
+        os.close(both_ends)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("", "/", "/proc/self/mem", "/dev/null", "\0", "\ud800", "x" * 10**6, "x/" * 10**6),
+        *("file://[x/", "file:///%00", f"file:///{'x' * 10**6}", f"s3://{'x' * 10**6}", "file:///%1b[31m"),
+    ],
+    ids=lambda source: ascii(source[:20]),
+)
+def test_what_cannot_be_read_is_one_bounded_line(source: str) -> None:
+    with pytest.raises((SettingError, WeightsMissingError)) as error:
+        weights.load(source, lambda _: None)
+    text = str(error.value)
+    assert len(text) < 1000
+    assert text.isprintable()
+
+
+@pytest.mark.parametrize("version", ["-3", "", "1.5", "٣", "9" * 5000, None])
+def test_a_version_is_a_whole_number(tmp_path: Path, version: str | None) -> None:
+    path = weights.path_of(tmp_path, 3)
+    weights.save(path, {"w": np.zeros(1)}, None if version is None else {"version": version})
+    with pytest.raises(SettingError, match=r"is no file of `weights\.publish`: version is '.{0,60}'"):
+        weights.load(path, lambda _: None)
 
 
 def test_a_version_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
@@ -103,30 +161,36 @@ def test_so_many_versions_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
 
 
-def test_versions_that_are_taken_back_are_gone(tmp_path: Path) -> None:
+def test_the_version_published_last_is_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The trainer has gone back to a checkpoint: nobody loads what came after it."""
     loader, target = weights.Loader(tmp_path), model(9)
-    for version in range(4):
-        weights.publish(tmp_path, version, model(version).state_dict())
-    assert loader.refresh(target) == 3
-    weights.withdraw(tmp_path, above=2)
+    for version in range(5):
+        weights.publish(tmp_path, version, model(version).state_dict(), keep_every=2)
+    assert loader.refresh(target) == 4
+    with caplog.at_level("INFO"):
+        weights.publish(tmp_path, 2, model(7).state_dict())
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"{tmp_path}: version 2 is published, so versions 3 to 4 that lay there are taken back")
+    ]
+    assert weights.versions(tmp_path) == [0, 1, 2]
     assert loader.refresh(target) == 2
-    weights.publish(tmp_path, 3, model(7).state_dict())
-    assert loader.refresh(target) == 3
     assert target.weight[0, 0] == 7
 
 
-def test_newer_weights_in_the_folder_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for version in range(3):
-        weights.publish(tmp_path, version, {"w": np.zeros(1)})
-    assert caplog.messages == []
-    weights.publish(tmp_path, 0, {"w": np.zeros(1)})  # of another run
-    (message,) = caplog.messages
-    assert (
-        "holds weights of version 2, and version 0 is published there: loaders take the newest one" in message
-    )
-    weights.withdraw(tmp_path, above=0)
+@pytest.mark.processes
+def test_a_trainer_that_was_replaced_leaves_the_versions_of_the_newer_one(tmp_path: Path) -> None:
+    """Its `trained` is refused, but it publishes before that."""
     weights.publish(tmp_path, 1, {"w": np.zeros(1)})
-    assert len(caplog.messages) == 1
+    newer = f"""
+import numpy
+from streamadv import weights
+
+for version in (1, 2, 3):
+    weights.publish({str(tmp_path)!r}, version, {{"w": numpy.ones(1)}})
+"""
+    subprocess.run([sys.executable, "-c", newer], check=True)
+    weights.publish(tmp_path, 2, {"w": np.zeros(1)})
+    assert weights.newest(tmp_path) == 3
 
 
 @pytest.mark.parametrize(

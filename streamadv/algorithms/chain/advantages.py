@@ -41,7 +41,7 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
         result = estimate(definition, batch, options)
         weight = level_weight(state)
 
-        def at_level(values: Tensor) -> tuple[Tensor, Summary | None]:
+        def at_level(values: Tensor) -> tuple[Tensor, Summary]:
             if level != "token":
                 values = values.masked_fill((weight == 0) & ~values.isfinite(), 0)
             elif definition.level != "token":
@@ -49,17 +49,16 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
             else:
                 values = values.to(torch.float32)
             known = summarise(values, weight)
-            is_masked = level != "token" or (known is not None and not known.is_stray)
-            return values if is_masked else state.tokens.only(values), known
+            return values if level != "token" else state.tokens.only(values), known
 
         advantages, known = at_level(result.advantages)
-        of_advantages = summary("advantages", advantages, weight, known)
+        of_advantages = summary("advantages", known)
         returns, of_returns = None, of_advantages
         if result.returns is not None:
             returns, known_returns = at_level(result.returns)
-            of_returns = summary("returns", returns, weight, known_returns)
+            of_returns = summary("returns", known_returns)
         metrics = {
-            **summary("critic/rewards", batch.rewards, ~batch.baseline),
+            **summary("critic/rewards", summarise(batch.rewards, ~batch.baseline)),
             **{f"critic/returns/{_ending(name)}": metric for name, metric in of_returns.items()},
         }
         if changed_later:  # the step that changes the advantages reports them
@@ -93,7 +92,7 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
         known = summarise(advantages, tokens.mask)
         metrics = {
             "critic/distill_kl": mean(kl, tokens.mask),
-            **summary("critic/advantages", advantages, tokens.mask, known),
+            **summary("critic/advantages", known),
         }
         if keep_raw:
             state = replace(state, changed={**state.changed, "raw_advantages": before})
@@ -113,14 +112,15 @@ def _finish_step(config: ChainConfig, level: Level) -> ChainStep:
         weight, raw, known = level_weight(state), advantages, state.summary
         if config.whiten_advantages and level == "token":
             advantages = whiten(advantages, state.tokens, summary=known)
-            known = known and known.whitened()
+            known = None if known is None else known.whitened()
         elif config.whiten_advantages:
-            advantages = torch.where(weight > 0, whiten_weighted(advantages, weight), 0.0)
+            advantages, known = torch.where(weight > 0, whiten_weighted(advantages, weight), 0.0), None
         if config.advantage_clip is not None:
             advantages, outside = clip(advantages, config.advantage_clip)
             known = None
             state = state.with_metrics({"critic/advantage_clip_frac": fraction(outside, weight)})
-        state = state.with_metrics(summary("critic/advantages", advantages, weight, known))
+        known = summarise(advantages, weight) if known is None else known
+        state = state.with_metrics(summary("critic/advantages", known))
         if keep_raw:
             column = raw if level == "token" else expand(batch, level, raw)
             state = replace(state, changed={**state.changed, "raw_advantages": column})

@@ -16,7 +16,7 @@ from ..registry import Scope, get_estimator
 from ..rewards import clip, normalise
 from ..segments import segment_sum, whole
 from ..token_rewards import credited, outcome_rewards, step_rewards
-from ..whitening import whiten
+from ..whitening import summarise, whiten
 from .config import ChainConfig, KLConfig, RewardConfig
 from .step import ChainStep, State
 
@@ -43,7 +43,7 @@ def _reward_step(config: RewardConfig) -> ChainStep:
     def run(state: State) -> State:
         batch = state.batch
         trained = ~batch.baseline
-        state = state.with_metrics(summary("critic/score", pushed_rewards(config, batch), trained))
+        state = state.with_metrics(summary("critic/score", summarise(pushed_rewards(config, batch), trained)))
         rewards = raw_rewards(config, batch)
         weight = trained.double()
         if config.statistics == "row":

@@ -11,6 +11,7 @@ from ..length_penalties import difficulty_factor, length_factor
 from ..packed import PackedBatch, expand
 from ..registry import Scope
 from ..segments import Moments, moments, segment_sum, spread
+from ..whitening import summarise
 from .config import ChainConfig, MaskConfig, RewardConfig, SampleWeightConfig
 from .rewards import pushed_rewards
 from .step import ChainStep, State
@@ -72,7 +73,7 @@ def _weight_step(config: SampleWeightConfig, reward: RewardConfig) -> ChainStep:
         weights = torch.where(counted, weights, 0.0)
         weights = weights * counted.sum() / weights.sum().clamp(min=1e-8)
         column = expand(batch, "row", weights[batch.row_trajectory])
-        state = state.with_metrics(summary("actor/sample_weights", weights, counted))
+        state = state.with_metrics(summary("actor/sample_weights", summarise(weights, counted)))
         return state.with_columns(sample_weights=column)
 
     factors = [name for name, used in config.model_dump().items() if used]

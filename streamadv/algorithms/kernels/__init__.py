@@ -4,8 +4,9 @@ All arrays are contiguous. `offsets` [R + 1] int64 is the range of a row or segm
 count. A row's result depends on its tokens alone. The compiler may not reorder arithmetic (no fastmath), so the bits
 are the same on every machine. Kernels write into their last arguments, and round once, to the dtype of those.
 
-`tokens` and `rewards` hold the loops, `compiler` compiles them. All loops are attributes of this package. numba is
-imported with the first one that is asked for, as a chain is composed without it.
+Loops are only for what torch has no quick way to compute: recurrences, where a token waits for the one after it, and
+the KL and the statistics, which read a column once where torch reads it ten times. `loops` holds them, and all are
+attributes of this package: numba is imported with the first that is asked for, as a chain is composed without it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,8 @@ def as_array(tensor: Tensor) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """The loop called `name`; found once, then it is a name of this package."""
-    if not name.startswith("_"):
-        for home in ("tokens", "rewards"):
-            loops = vars(importlib.import_module(f".{home}", __name__))
-            if name in loops:
-                globals()[name] = loops[name]
-                return loops[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """The loop called `name`, which is a name of this package from then on."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    loop = globals()[name] = getattr(importlib.import_module(".loops", __name__), name)
+    return loop

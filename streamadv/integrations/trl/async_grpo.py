@@ -22,9 +22,9 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ...errors import RunEndedError, SettingError
 from ...trainer import TrainerQueue
+from ...trainer.checkpoints import read_state, write_state
 from ...trainer.microbatch import Batch
 from .. import refuse
-from ..checkpoints import read_state, write_state
 
 #: In the state file: rows of the next batch that are in the weights, and the id of that batch.
 ROWS: Final = "trl_rows"
@@ -43,7 +43,9 @@ class QueueRolloutWorker:
             has `num_generations` rows a group.
     """
 
-    def __init__(self, args: AsyncGRPOConfig, connection: Any, run: str = "default", **options: Any) -> None:
+    def __init__(
+        self, args: AsyncGRPOConfig, connection: Any, run: str | None = None, **options: Any
+    ) -> None:
         groups = options.get("batch_groups", 64)
         ahead = (args.gradient_accumulation_steps + 1) * args.per_device_train_batch_size * args.world_size
         options.setdefault("prefetch", math.ceil(ahead / (groups * args.num_generations)) + 1)

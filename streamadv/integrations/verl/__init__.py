@@ -2,8 +2,8 @@
 
 In the order of the data: `agent_loop.py` pushes what verl's agent loops have played; `sampler.py` puts the rows of each
 batch (`rows.py`) into TransferQueue, from which verl's workers read; `trainer.py` has verl's asynchronous trainers with
-the advantages, marks and checkpoints of the queue. `options.py` are their settings; `plugin.py` makes verl know
-them.
+the advantages, marks and checkpoints of the queue: verl knows them where VERL_USE_EXTERNAL_MODULES names that module.
+`options.py` are their settings.
 """
 
 from ...extras import require

@@ -12,7 +12,7 @@ from verl.trainer.distillation import is_distillation_enabled
 from verl.trainer.ppo.utils import need_critic
 
 from ...messages import brief
-from ...settings import redis_url
+from ...settings import redis_url, run_name
 from .. import refuse
 
 #: Arguments of `TrainerQueue` that may be given.
@@ -27,7 +27,7 @@ WHERE: Final = "trainer.v1.sampler.sampler_kwargs"
 class Options:
     """`trainer.v1.sampler.sampler_kwargs`.
 
-    url: of the server; default STREAMADV_REDIS_URL. run: name of the run.
+    url: of the server; default STREAMADV_REDIS_URL. run: name of the run; default STREAMADV_RUN.
     advantages: "streamadv", those of the queue's chain, or "verl", by `algorithm.adv_estimator`.
     generate: verl's agent loops play the prompts of its data set; false where other producers do.
     window: prompts that verl keeps in play or waiting for the trainer.
@@ -55,7 +55,7 @@ def options_of(config: DictConfig, mode: str) -> Options:
     queue: dict[str, Any] = {name: given.pop(name) for name in QUEUE_OPTIONS if name in given}
     options = Options(
         url=redis_url(given.pop("url", None)),
-        run=given.pop("run", "default"),
+        run=run_name(given.pop("run", None)),
         advantages=given.pop("advantages", "streamadv"),
         generate=given.pop("generate", True),
         window=prompts + math.floor(warmup * prompts),

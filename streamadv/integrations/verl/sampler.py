@@ -19,8 +19,8 @@ from ...run.run import find_run
 from ...status.read import read_status
 from ...store.connection import Connection
 from ...trainer import TrainerQueue
+from ...trainer.checkpoints import read_state
 from ...trainer.microbatch import Batch
-from ..checkpoints import read_state
 from .options import WHERE, Options
 from .rows import as_fields, rows_of
 

@@ -14,7 +14,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerS
 from verl.workers.utils.padding import response_to_nested
 
 from ...errors import SettingError
-from ..checkpoints import write_state
+from ...trainer.checkpoints import write_state
 from .options import options_of
 from .rows import as_fields
 from .sampler import QueueSampler

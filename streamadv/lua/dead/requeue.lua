@@ -1,7 +1,7 @@
 -- Put a dead group back into the groups log, whole.
 -- KEYS  void, groups, ledger, dead, dead_group
 -- ARGV  group id
--- Returns  trajectories requeued, 0 when it is not dead (any more), -1 when its payloads were deleted
+-- Returns  trajectories requeued, 0 when it is not dead (any more), -1 when its payloads were deleted, or it is no dead letter of a group
 local flat = redis.call('HGETALL', keys.dead_group)
 if #flat == 0 then return 0 end
 local group, entry = {}, {}
@@ -16,7 +16,7 @@ end
 if group.emptied or not (string.match(group.count or '', '^%d+$') and string.match(group.bytes or '', '^%d+$')) then
   return -1
 end
-if #entry == 0 then return -1 end
+if #entry == 0 or #entry > 100 then return -1 end  -- no script has written it, and `unpack` has a limit
 redis.call('XADD', keys.groups, '*', unpack(entry))
 redis.call('DEL', keys.dead_group)
 redis.call('ZREM', keys.dead, ARGV[1])

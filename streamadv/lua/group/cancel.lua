@@ -25,22 +25,22 @@ if tombstone then return {'ended', after_end(tombstone)} end
 local group, _, refused = enter(group, spec, producer, limits, '-')
 if refused then return refused end
 
--- Append a packet of cancelled slots. Returns whether the stream takes entries.
+-- Append a packet of cancelled slots. Returns what append does.
 local function cancel(members)
   local lines = {}
   for i, member in ipairs(members) do lines[i] = member.index .. ' cancelled - ' .. group.role .. '\n' end
   local packet = {key = '', bytes = '0', epoch = '0', text = table.concat(lines), table = '', count = #members}
-  if not append(group.id, packet, keys.rollouts, 'rollouts') then return false end
+  local ended = append(group.id, packet, keys.rollouts, 'rollouts')
+  if ended then return ended end
   group.slots = with_letters(group.slots, 1, members, 'p')
   reserve(group.slot_bytes, -#members)
-  return true
 end
 
 local cancelled, members = {}, {}
 for index in string.gmatch(redis.call('HGET', keys.group, field) or '', '%d+') do
   cancelled[#cancelled + 1] = index
 end
-local before, index, has_ended = #cancelled, math.min(#allowed, #group.slots), false
+local before, index, ended = #cancelled, math.min(#allowed, #group.slots), nil
 while before + #members < wanted and index > 0 do
   index = index - 1
   if string.sub(allowed, index + 1, index + 1) == '1' and string.sub(group.slots, index + 1, index + 1) == '.' then
@@ -50,8 +50,8 @@ end
 for first = 1, #members, PACKET_MEMBERS do
   local packet = {}
   for i = math.min(#members, first + PACKET_MEMBERS - 1), first, -1 do packet[#packet + 1] = members[i] end
-  has_ended = has_ended or not cancel(packet)
-  if not has_ended then
+  ended = ended or cancel(packet)
+  if not ended then
     for i = #packet, 1, -1 do cancelled[#cancelled + 1] = string.format('%d', packet[i].index) end
   end
 end
@@ -63,5 +63,5 @@ end
 save_group(group)
 write_counts()
 write_sizes()
-if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
-return {'ok', unpack(cancelled)}
+table.insert(cancelled, 1, 'ok')  -- `unpack` has a limit
+return ended or cancelled

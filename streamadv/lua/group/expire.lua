@@ -2,7 +2,7 @@
 -- the grouper's own downtime must not lose anything. One call stops after the group with which it has reached
 -- EXPIRE_SLOTS slots.
 -- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
---       group_hashes: group ...
+--       trainer, group_hashes: group ...
 -- ARGV  those of a policy (lib/close), id of each group ...
 -- Returns  {groups looked at, id, outcome, data source, rewards of each that has ended ...}
 -- include clock
@@ -20,9 +20,11 @@
 local EXPIRE_SLOTS = 1024
 local BROKEN_SLOTS = 64  -- what a group counts for whose slot map cannot be read
 local policy = policy_of(ARGV, 1)
-local now = now_ms()
+local server_ms = now_ms()
+local now = shard_ms(redis.call('HGET', keys.trainer, 'clock'), server_ms)
 local oldest = redis.call('XRANGE', keys.rollouts, '-', '+', 'COUNT', 1)
-local waiting_since = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)')) or now + 1
+local pushed_ms = oldest[1] and tonumber(string.match(oldest[1][1], '^(%d+)'))
+local waiting_since = pushed_ms and now - math.max(0, server_ms - pushed_ms) or now + 1
 
 -- Returns how many slots the group had, and what end_group returns; 0 when it is not (or no longer) due.
 local function expire(group)

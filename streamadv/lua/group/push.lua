@@ -28,7 +28,7 @@
 -- include append
 local PACKET_ARGS = 6
 local producer, limits, has_scorers = ARGV[1], ARGV[2], ARGV[3] == '1'
-local has_ended = false  -- whether a stream takes no more entries
+local ended  -- the error of a stream that takes no more entries
 
 -- Unlink a packet's payload. code: the reply for each of its members, if they have the same.
 local function refuse(packet, code, codes)
@@ -71,7 +71,7 @@ local function fill(slots, packet)
   return #filled == packet.count and table.concat(filled) .. string.sub(slots, at) or nil
 end
 
--- Append a packet to the first scorer's stream if it waits for rewards and the run has scorers.
+-- Append a packet to the first scorer's stream if it waits for rewards and the run has scorers. Returns what append does.
 local function append_packet(group, packet)
   if has_scorers and string.find(packet.text, '^%d+ usable %- ') then
     return append(group.id, packet, keys.scorer, 'scoring')
@@ -86,14 +86,15 @@ local function register(group, packet, codes)
     refuse_in_part(group, packet, codes)
   elseif packet.key ~= '' and redis.call('PERSIST', packet.key) == 0 then
     refuse(packet, 'lost', codes)
-  elseif has_ended or not append_packet(group, packet) then
-    has_ended = true
-    refuse(packet)
   else
-    group.slots = slots
-    reserve(group.slot_bytes, -packet.count)
-    for i = 1, packet.count do codes[#codes + 1] = 'pushed' end
-    return true
+    ended = ended or append_packet(group, packet)
+    if not ended then
+      group.slots = slots
+      reserve(group.slot_bytes, -packet.count)
+      for i = 1, packet.count do codes[#codes + 1] = 'pushed' end
+      return true
+    end
+    refuse(packet)
   end
   return false
 end
@@ -162,5 +163,4 @@ for i = 1, tonumber(ARGV[4]) do
 end
 write_counts()
 write_sizes()
-if has_ended then return redis.error_reply('STREAMEND no more entries fit into its stream') end
-return replies
+return ended or replies

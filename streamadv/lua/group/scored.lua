@@ -3,21 +3,25 @@
 -- KEYS  void, stream: scoring, target: scoring | rollouts, ledger
 -- ARGV  consumer group, '1' if the next stream is the rollouts stream, then for each entry: entry id, group id,
 --       payload key, bytes, fencing epoch, members, member table
--- Returns  number of entries passed on; one that somebody else has finished (XDEL 0) is skipped. XACK cannot tell: an
---          entry that the grouper sends on need not be pending, as no scorer may have read it.
+-- Returns  number of entries passed on; one that somebody else has finished, so that the stream lacks it, is skipped (XACK
+--          cannot tell: an entry that the grouper sends on need not be pending, as no scorer may have read it);
+--          or the error STREAMEND: the target takes no more entries; those before are passed on
 -- include count
--- include last_id
-if is_at_end(keys.target) then return redis.error_reply('STREAMEND no more entries fit into ' .. keys.target) end
 local PACKET_ARGS = 7
-local passed, members = 0, 0
+local passed, members, ended = 0, 0, nil
 for at = 3, #ARGV, PACKET_ARGS do
-  redis.call('XACK', keys.stream, ARGV[1], ARGV[at])
-  if redis.call('XDEL', keys.stream, ARGV[at]) == 1 then
-    redis.call('XADD', keys.target, '*', 'group_id', ARGV[at + 1], 'payload', ARGV[at + 2], 'bytes', ARGV[at + 3],
+  if #redis.call('XRANGE', keys.stream, ARGV[at], ARGV[at]) > 0 then
+    local id = redis.pcall('XADD', keys.target, '*', 'group_id', ARGV[at + 1], 'payload', ARGV[at + 2], 'bytes', ARGV[at + 3],
       'epoch', ARGV[at + 4], 'members', ARGV[at + 5], 'table', ARGV[at + 6])
+    if id.err then
+      ended = redis.error_reply('STREAMEND ' .. keys.target .. ' takes no more entries: ' .. id.err)
+      break
+    end
     local _, lines = string.gsub(ARGV[at + 5], '\n', '')
     passed, members = passed + 1, members + lines
   end
+  redis.call('XACK', keys.stream, ARGV[1], ARGV[at])
+  redis.call('XDEL', keys.stream, ARGV[at])
 end
 if ARGV[2] == '1' then
   count('scoring', -members)
@@ -26,4 +30,4 @@ if ARGV[2] == '1' then
   count('rollouts_packets', passed)
   write_counts()
 end
-return passed
+return ended or passed

@@ -9,15 +9,16 @@ local function read_admission(limits)
   local max_trajectory_bytes, max_bytes, shards, elsewhere, max_staleness, batch_groups, is_new =
     string.match(limits, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version',
-    'announced', 'finished', 'weights')
+    'announced', 'finished', 'weights', 'clock')
   local ledger = redis.call('HMGET', keys.ledger, 'shards', 'live_bytes', 'groups_eval', 'groups_abandoned')
   local sizes = read_sizes(keys.sizes)
   return {max_bytes = tonumber(max_bytes), shards = tonumber(shards), elsewhere = tonumber(elsewhere),
     is_new = is_new == '1', max_staleness = tonumber(trainer[1] or max_staleness),
     batch_groups = tonumber(trainer[2] or batch_groups), ahead = groups_ahead(trainer[3], ledger[3], ledger[4]),
     epoch = trainer[4] or '0', version = trainer[5] or '0', announced = trainer[6] or '', finished = trainer[7] == '1',
-    weights = trainer[8] or '', sizes = sizes, slot_bytes = slot_bytes(sizes, tonumber(max_trajectory_bytes)),
-    known_shards = tonumber(ledger[1] or ''), live_bytes = tonumber(ledger[2] or '') or 0}
+    weights = trainer[8] or '', clock = trainer[9], sizes = sizes,
+    slot_bytes = slot_bytes(sizes, tonumber(max_trajectory_bytes)), known_shards = tonumber(ledger[1] or ''),
+    live_bytes = tonumber(ledger[2] or '') or 0}
 end
 
 -- Returns a refusal if the producers are too far ahead of the trainer, else nil. Evaluation is never trained on: it is
@@ -73,11 +74,12 @@ local function admit(hash, spec, producer)
     version = admission.version, data_source = spec.data_source, slots = string.rep('.', spec.slots), producer = producer}
   group.changes = {'head', head_of(group), 'slots', group.slots, 'producer', producer}
   -- The first write: above maxmemory it is refused.
-  redis.call('ZADD', keys.open, string.format('%d', now + spec.deadline_ms), spec.id)
+  redis.call('ZADD', keys.open, string.format('%d', shard_ms(admission.clock, now) + spec.deadline_ms), spec.id)
   forget_half(keys.sizes, admission.sizes)
   reserve(group.slot_bytes, spec.slots)
   count('groups_open', 1)
   if spec.role == 'eval' then
+    if spec.round ~= '' then change(group, 'round', spec.round) end
     count('groups_eval', 1)
   else
     admission.ahead = admission.ahead + 1

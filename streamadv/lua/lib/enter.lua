@@ -3,10 +3,11 @@
 local SPEC_ARGS = 2
 
 -- The arguments of a group that may be opened: id, '<role> <size> <slots> <deadline, ms> <data source>'. The role is that of
--- its members: train (baselines are in such groups) or eval.
+-- its members: train (baselines are in such groups) or eval, the latter with the round if it has one: 'eval/<round>'.
 local function spec_of(args, at)
-  local role, size, slots, deadline_ms, data_source = string.match(args[at + 1], '^(%l+) (%d+) (%d+) (%d+) (.*)$')
-  return {id = args[at], role = role, size = tonumber(size), slots = slots, deadline_ms = deadline_ms,
+  local role, round, size, slots, deadline_ms, data_source =
+    string.match(args[at + 1], '^(%l+)/?(%S*) (%d+) (%d+) (%d+) (.*)$')
+  return {id = args[at], role = role, round = round, size = tonumber(size), slots = slots, deadline_ms = deadline_ms,
     data_source = data_source}
 end
 
@@ -34,11 +35,11 @@ local function enter(group, spec, producer, limits, holder)
     return nil, false, {'mismatch', string.format('%d', group.size), group.role}
   end
   if not is_withdrawn(group) then return group, false end
-  local trainer = redis.call('HMGET', keys.trainer, 'epoch', 'version')
+  local trainer = redis.call('HMGET', keys.trainer, 'epoch', 'version', 'clock')
   group.holders, group.epoch, group.version = holder, trainer[1] or '0', trainer[2] or '0'
   change(group, 'holders', holder)
   change(group, 'head', head_of(group))
-  redis.call('ZADD', keys.open, string.format('%.17g', now_ms() + spec.deadline_ms), spec.id)
+  redis.call('ZADD', keys.open, string.format('%.17g', shard_ms(trainer[3], now_ms()) + spec.deadline_ms), spec.id)
   play(group, producer)
   return group, true
 end

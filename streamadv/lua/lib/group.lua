@@ -6,11 +6,14 @@
 --               'u'  usable, with a reward
 --               's'  usable, without a reward yet
 --               'x'  ended otherwise (failed, cancelled, unscorable ...), and counted as dropped
---   'producer'  who plays it: the last one to open it, push to it or touch it; '' = nobody, it does not count in pacing
+--   'producer'  who plays it, '<name> <instance>': the last one to open it, push to it or touch it; '' = nobody, it does not
+--               count in pacing
 --   'holders'   nonces of those calls of `begin` whose callers have its tickets; none in a group that was opened otherwise
+--   'round'     of an evaluation group that has one, its name
 -- and those of packets and scores (lib/complete), and of cancellations.
 -- KEYS  open
 local MAX_SLOTS = 8192
+local MAX_HEAD = 1000  -- bytes: a data source has at most 200 characters
 local MAX_HOLDERS = 200  -- characters of `holders`: from so many on no more are noted, and the group is never withdrawn
 
 local function head_of(group)
@@ -22,10 +25,12 @@ end
 local function load_group(id, hash)
   local f = redis.pcall('HMGET', hash, 'head', 'slots', 'producer', 'holders')
   if not (f.err or f[1] or f[2]) then return {id = id, hash = hash, state = 'none'} end
+  local head = f[1] and #f[1] <= MAX_HEAD and f[1] or ''
   local slots, role, size, slot_bytes, opened_ms, epoch, version, data_source =
-    f[2], string.match(f[1] or '', '^(%l+) ([1-9]%d*) (%d+) (%d+) (%d+) (%d+) (.*)$')
+    f[2], string.match(head, '^(%l+) ([1-9]%d*) (%d+) (%d+) (%d+) (%d+) (.*)$')
   if slots and (#slots > MAX_SLOTS or string.find(slots, '[^.pusx]')) then slots = nil end
-  local is_open = slots and role and math.max(size, slot_bytes, opened_ms, epoch, version) < 2 ^ 53
+  local is_open = slots and role and tonumber(size) <= #slots
+    and math.max(slot_bytes, opened_ms, epoch, version) < 2 ^ 53
   return {id = id, hash = hash, state = is_open and 'open' or 'broken', role = role == 'eval' and role or 'train',
     size = tonumber(size), slot_bytes = slot_bytes, opened_ms = opened_ms, epoch = epoch, version = version,
     data_source = data_source or '', slots = slots or nil, producer = f[3], holders = f[4], changes = {},

@@ -73,7 +73,9 @@ class Flow:
             producer.finish()
 
     def _train(self, url: str, run: str) -> None:
-        with closing(sa.TrainerQueue(url, run, batch_groups=2, max_staleness=4, drop_after=1000)) as queue:
+        with closing(
+            sa.TrainerQueue(url, run, batch_groups=2, max_staleness=4, drop_after=1000, commit="each_batch")
+        ) as queue:
             for batch in queue:
                 self.trained.update((each.group_id, each.rollout_index) for each in batch.references)
 
@@ -138,7 +140,7 @@ def test_scorers_are_actors_too_and_another_driver_may_stop_them(redis_url: str,
             for rollout in group:
                 rollout.push(input_ids=[1, 2, 3], response_mask=[0, 1, 1])
         producer.finish()
-    with closing(sa.TrainerQueue(redis_url, run, batch_groups=1)) as queue:
+    with closing(sa.TrainerQueue(redis_url, run, batch_groups=1, commit="each_batch")) as queue:
         assert [[each.reward for each in batch.references] for batch in queue] == [[0.0, 1.0]]
     found = connect(run)
     assert sorted(found.names) == sorted(started.names)

@@ -1,4 +1,4 @@
-"""verl's own command line finds the trainer by the package's entry point, and refuses what cannot hold."""
+"""verl's own command line finds the trainer by VERL_USE_EXTERNAL_MODULES, and refuses what cannot hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,14 @@ import pytest
 from verl.trainer.ppo.v1 import get_trainer_cls
 
 from streamadv.errors import SettingError
-from streamadv.integrations.verl import plugin
 from streamadv.integrations.verl.options import options_of
+from streamadv.integrations.verl.trainer import QueueColocateAsync
 from tests.docs.story import ROOT, blocks_of
 
 from .jobs import KWARGS
 from .settings import config_of, overrides
 
 NOWHERE = "redis://localhost:1"
-
-
-def test_the_package_has_the_entry_point() -> None:
-    found = [point.value for point in entry_points(group="verl.plugins") if point.name == "streamadv"]
-    assert found == ["streamadv.integrations.verl.plugin"]
 
 
 @pytest.mark.processes
@@ -93,16 +87,7 @@ def test_options_follow_verls_settings(tmp_path: Path) -> None:
 def test_a_colocated_trainer_syncs_after_each_batch(tmp_path: Path) -> None:
     options = options_of(config_of(tmp_path, NOWHERE, "exp1"), "colocate_async")
     assert (options.window, options.updates_per_sync, options.queue["batch_groups"]) == (8, 1, 4)
-    assert get_trainer_cls("streamadv_colocate_async").mode == "colocate_async"
-
-
-def test_verl_goes_on_where_the_trainers_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(plugin, "OUR_TRAINERS", "streamadv.integrations.verl.nowhere")
-    with caplog.at_level("WARNING"):
-        plugin.register()
-    assert "the trainers of streamadv are not registered with verl: No module named" in caplog.text
+    assert get_trainer_cls("streamadv_colocate_async") is QueueColocateAsync
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import transfer_queue as tq
 
 import streamadv as sa
 from streamadv.errors import SettingError
-from streamadv.integrations.checkpoints import read_state
 from streamadv.integrations.verl.rows import uid_of
 from streamadv.integrations.verl.sampler import QueueSampler
+from streamadv.trainer.checkpoints import read_state
 from tests.support import join, ledger, problems, working
 
 from .jobs import KWARGS, OnCpu, trainer

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
+from redis.client import Pipeline
 
 from streamadv.cli import main
 from streamadv.errors import NoBatchError
@@ -107,7 +110,9 @@ def test_the_ledger_balances_after_every_step_of_every_process(fake: Connection,
     }
     with producing(fake, "r", settings) as producer:
         run = join(fake, "r")
-        queue = TrainerQueue(fake, "r", batch_groups=2, min_groups=1, max_filtered_batches=None)
+        queue = TrainerQueue(
+            fake, "r", batch_groups=2, min_groups=1, max_filtered_batches=None, commit="each_batch"
+        )
         ways = Ways(run, producer, queue, chance)
         steps = [ways.begin, ways.push, ways.push, ways.push, ways.push, ways.group, ways.expire, ways.train]
         for _ in range(50):
@@ -129,3 +134,29 @@ def test_status_check_fails_when_the_ledger_does_not_add_up(
     joined.connection.scripts.hincrby(joined.keys.home.ledger, "pushed", 1)
     assert main(command) == 1
     assert "pushed" in capsys.readouterr().out
+
+
+def test_a_status_is_of_one_moment_while_everything_runs(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes come between the commands of a pipeline, and not into a transaction."""
+    numbers = itertools.count()
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+
+        def push() -> None:
+            producer.push([trajectory(f"g{next(numbers)}")])
+
+        def interrupted(pipe: Any, connection: Any, commands: Any, raise_on_error: bool) -> list[Any]:
+            with monkeypatch.context() as patch:
+                patch.setattr(Pipeline, "_execute_pipeline", at_once)
+                replies = []
+                for command, options in commands:
+                    push()
+                    replies.append(fake.scripts.execute_command(*command, **options))
+            return replies
+
+        at_once = Pipeline._execute_pipeline  # type: ignore[attr-defined]
+        push()
+        monkeypatch.setattr(Pipeline, "_execute_pipeline", interrupted)
+        assert problems(run, deep=False) == []

@@ -60,6 +60,7 @@ def started(
         drop_after=drop_after,
         chain=CHAIN,
         settings=RunSettings(),
+        commit="each_batch",
     )
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
@@ -174,6 +175,41 @@ def test_a_group_reserves_what_trajectories_have_needed(fake: Connection) -> Non
     assert problems(run) == []
 
 
+@pytest.mark.parametrize(("large", "bucket"), [(10, 20), (11, 60)])
+def test_a_rollout_reserves_what_99_of_100_trajectories_have_needed(
+    fake: Connection, large: int, bucket: int
+) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        sizes = run.keys.home.sizes
+        fake.scripts.hset(sizes, mapping={"h20": 1000 - large, "h60": large})
+        producer.begin_group(1)
+        assert reserved(run) == 2 ** (bucket // 4)
+        assert fake.scripts.hget(sizes, f"u{2 ** (bucket // 4)}") == b"1"
+
+
+def test_sizes_count_from_the_eighth_trajectory_on(fake: Connection) -> None:
+    with producing(fake, "r", {"max_trajectory_bytes": MB}) as producer:
+        run = join(fake, "r")
+        play(producer, 7, 10)
+        producer.begin_group(1)
+        assert reserved(run) == MB
+        play(producer, 1, 10)
+        producer.begin_group(1)
+        assert MB < reserved(run) < MB + 10_000
+
+
+def test_each_of_several_shards_has_its_part_of_the_byte_budget(fake: Connection) -> None:
+    with producing(
+        fake, "r", {"shards": 4, "max_bytes": 32 * MB, "max_trajectory_bytes": 2 * MB}
+    ) as producer:
+        ids = ids_of(join(fake, "r"), "one")
+        for _ in range(4):
+            producer.begin_group(1, group_id=next(ids), timeout=0)
+        with pytest.raises(Busy, match=f"of max_bytes {8 * MB}"):
+            producer.begin_group(1, group_id=next(ids), timeout=0)
+
+
 def test_a_reservation_covers_the_results_too(redis_url: str, run: str) -> None:
     """The chain stores columns per token: what a worker publishes was reserved with the rollout."""
     with producing(redis_url, run) as producer:
@@ -183,7 +219,9 @@ def test_a_reservation_covers_the_results_too(redis_url: str, run: str) -> None:
         group_all(joined)
         producer.begin_group(1, group_id="before")
         before = reserved(joined)
-        queue = TrainerQueue(redis_url, run, batch_groups=4, chain={"estimator": "reinforce_plus_plus"})
+        queue = TrainerQueue(
+            redis_url, run, batch_groups=4, chain={"estimator": "reinforce_plus_plus"}, commit="each_batch"
+        )
         with pytest.raises(NoBatchError):
             queue.next_batch(timeout=0)
         pushed = live(joined)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import NotNowError
 from streamadv.trainer.queue import TrainerQueue
+from tests.chaos.proxy import Proxy
 from tests.clusters import refusals, until
 from tests.support import (
     ADVANTAGE,
@@ -60,7 +62,9 @@ def test_every_role_restarts_and_the_pipeline_drains(small: EmbeddedServer, run:
                 producer.begin_group(2, timeout=0.2)
             producer.finish()
         joined = open_run(Connection(small.url), run)
-        queue = TrainerQueue(small.url, run, batch_groups=3, chain={"estimator": "gae"}, pushed=["values"])
+        queue = TrainerQueue(
+            small.url, run, batch_groups=3, chain={"estimator": "gae"}, pushed=["values"], commit="each_batch"
+        )
         with working(joined):
             trained = sum(batch.num_trajectories for batch in queue)
         assert trained == 16
@@ -75,7 +79,9 @@ def test_results_wait_for_a_full_server_that_does_not_write(small: EmbeddedServe
     with redis.Redis.from_url(small.url) as client, Producer(small.url, run, settings=SMALL) as producer:
         push_groups(producer, 1, tokens=10, values=np.zeros(10), token_level_rewards=np.zeros(10))
         joined = open_run(Connection(small.url), run)
-        queue = TrainerQueue(small.url, run, batch_groups=1, chain={"estimator": "gae"}, pushed=["values"])
+        queue = TrainerQueue(
+            small.url, run, batch_groups=1, chain={"estimator": "gae"}, pushed=["values"], commit="each_batch"
+        )
         group_all(joined)
         with pytest.raises(NoBatchError):  # named now
             queue.next_batch(timeout=0)
@@ -128,37 +134,27 @@ def test_producers_go_on_when_there_is_room_again(small: EmbeddedServer, run: st
         assert status.duplicates == 0
 
 
-def push_until_exec_refuses(
-    client: redis.Redis, begin: Callable[[], Any], push: Callable[[Any], list[str]]
-) -> None:
-    """Look for the room in which the server takes all writes of a push and refuses the transaction as a whole.
+@contextmanager
+def refusing_exec(server: EmbeddedServer) -> Iterator[tuple[str, Callable[[Callable[[], object]], None]]]:
+    """A URL, and a way to push by it when the server takes all writes of a transaction and refuses its EXEC.
 
-    With less it refuses the writes, with more nothing: by EXEC it has also read the script with its references.
+    A proxy holds EXEC back until the server has no memory left.
     """
-    results: list[list[str]] = []
+    at = urlsplit(server.url)
+    assert at.port is not None
+    with Proxy(at.hostname or "", at.port) as proxy, redis.Redis.from_url(server.url) as client:
 
-    def try_with(room: int) -> str:
-        group = begin()
-        whole, parts, pushed = refusals(client, "EXECABORT"), refusals(client, "OOM"), len(results)
-        client.config_set("maxmemory", client.info("memory")["used_memory"] + room)
-        with threads(lambda stop: results.append(push(group))):
-            until(lambda: len(results) > pushed or refusals(client, "EXECABORT") > whole, "refused or pushed")
-            refused = "writes" if refusals(client, "OOM") > parts else "EXEC"
-            outcome = "nothing" if len(results) > pushed else refused
-            client.config_set("maxmemory", 0)
-        return outcome
+        def push_by(push: Callable[[], object]) -> None:
+            proxy.hold(b"*1\r\n$4\r\nEXEC\r\n")
+            with threads(lambda stop: push()):
+                assert proxy.held.wait(60)
+                client.config_set("maxmemory", 1)
+                proxy.release()
+                until(lambda: refusals(client, "EXECABORT"), "a refused EXEC")
+                assert refusals(client, "OOM") == 0
+                client.config_set("maxmemory", 0)
 
-    low, high = 20_000, 400_000
-    while high - low > 100 and (outcome := try_with(room := (low + high) // 2)) != "EXEC":
-        low, high = (room, high) if outcome == "writes" else (low, room)
-    if outcome != "EXEC" and not any(
-        try_with(room) == "EXEC" for room in range(low - 6_000, high + 6_000, 400)
-    ):
-        assert "valkey_version" not in client.info("server"), (
-            f"EXEC alone refuses nothing, with {low} bytes or more"
-        )
-        pytest.skip("this server hardly ever refuses a transaction whose writes it has taken")
-    assert {code for codes in results for code in codes} == {"pushed"}
+        yield f"redis://127.0.0.1:{proxy.port}", push_by
 
 
 MANY = [
@@ -168,26 +164,28 @@ MANY = [
 
 
 def test_a_push_that_exec_refuses_waits(small: EmbeddedServer, run: str) -> None:
-    with redis.Redis.from_url(small.url) as client, Producer(small.url, run, settings=SMALL) as producer:
-        push_until_exec_refuses(
-            client, lambda: producer.begin_group(len(MANY)), lambda group: group.push(MANY).codes
-        )
+    with refusing_exec(small) as (url, push_by), Producer(url, run, settings=SMALL) as producer:
+        group = producer.begin_group(len(MANY))
+        push_by(lambda: group.push(MANY))
+        assert group.push(MANY).codes == ["duplicate"] * len(MANY)
+    joined = open_run(Connection(small.url), run)
+    assert read_status(joined).ledger.pushed == len(MANY)
+    assert group_all(joined) == ["complete"]
+    assert deep_problems(joined) == []
 
 
-def test_an_asyncio_push_that_exec_refuses_waits(small: EmbeddedServer, run: str) -> None:
-    async def work() -> None:
-        loop = asyncio.get_running_loop()
+async def test_an_asyncio_push_that_exec_refuses_waits(small: EmbeddedServer, run: str) -> None:
+    loop = asyncio.get_running_loop()
+    with refusing_exec(small) as (url, push_by):
+        async with Producer(url, run, settings=SMALL) as producer:
+            group = await producer.begin_group(len(MANY))
 
-        def wait_for(coroutine: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+            def push() -> None:
+                asyncio.run_coroutine_threadsafe(group.push(MANY), loop).result(60)
 
-        async with Producer(small.url, run, settings=SMALL) as producer:
-            await asyncio.to_thread(
-                push_until_exec_refuses,
-                client,
-                lambda: wait_for(producer.begin_group(len(MANY))),
-                lambda group: wait_for(group.push(MANY)).codes,
-            )
-
-    with redis.Redis.from_url(small.url) as client:
-        asyncio.run(work())
+            await asyncio.to_thread(push_by, push)
+            assert (await group.push(MANY)).codes == ["duplicate"] * len(MANY)
+    joined = await asyncio.to_thread(open_run, Connection(small.url), run)
+    assert read_status(joined).ledger.pushed == len(MANY)
+    assert group_all(joined) == ["complete"]
+    assert deep_problems(joined) == []

@@ -23,7 +23,9 @@ def train_batches(run: Run, queue: TrainerQueue, producer: Producer, count: int)
 def test_a_group_that_came_too_late_is_dropped_whole_and_reported(redis_url: str, run: str) -> None:
     connection = Connection(redis_url)
     with Producer(connection, run) as producer:
-        queue = TrainerQueue(connection, run, batch_groups=1, max_staleness=1, prefetch=0)
+        queue = TrainerQueue(
+            connection, run, batch_groups=1, max_staleness=1, prefetch=0, commit="each_batch"
+        )
         train_batches(join(connection, run), queue, producer, 3)
         push_groups(producer, 1, prefix="old", model_version=0, data_source="slow", tokens=12)
         push_groups(producer, 1, prefix="edge", model_version=[1, 3], tokens=7)
@@ -41,7 +43,9 @@ def test_a_group_that_came_too_late_is_dropped_whole_and_reported(redis_url: str
 def test_without_versions_nothing_goes_stale(redis_url: str, run: str) -> None:
     connection = Connection(redis_url)
     with Producer(connection, run) as producer:
-        queue = TrainerQueue(connection, run, batch_groups=1, max_staleness=0, drop_after=0, prefetch=0)
+        queue = TrainerQueue(
+            connection, run, batch_groups=1, max_staleness=0, drop_after=0, prefetch=0, commit="each_batch"
+        )
         push_groups(producer, 1)
         first = delivered_batch(queue, join(connection, run))
         queue.trained(first)
@@ -53,7 +57,9 @@ def test_without_versions_nothing_goes_stale(redis_url: str, run: str) -> None:
 def test_producers_hear_which_rollouts_can_no_longer_make_it(redis_url: str, run: str) -> None:
     connection = Connection(redis_url)
     with Producer(connection, run) as producer:
-        queue = TrainerQueue(connection, run, batch_groups=1, max_staleness=1, prefetch=0)
+        queue = TrainerQueue(
+            connection, run, batch_groups=1, max_staleness=1, prefetch=0, commit="each_batch"
+        )
         queue.state_dict()  # takes the run: there is a version from now on
         slow = producer.begin_group(2, timeout=5)
         assert slow.model_version == 0

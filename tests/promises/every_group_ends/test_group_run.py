@@ -12,25 +12,35 @@ from typing import Any
 import pytest
 
 import streamadv as sa
-from streamadv.errors import SettingError, TrajectoryError
+from streamadv.errors import (
+    ManifestMismatchError,
+    NotPermittedError,
+    ProducerClosedError,
+    RunEndedError,
+    ServerUnreachableError,
+    SettingError,
+    TrajectoryError,
+)
+from streamadv.store.connection import Connection
 from tests.support import group_all, join, ledger, problems, producing
 
 COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
 
 
 class Blocking:
-    """Groups of one producer, played by a function of the index that says whether to push."""
+    """Groups of one producer, played by a function of the index: False = do not push, a dict = push this as well."""
 
     def __init__(self, url: str, run: str, **options: Any) -> None:
         self.url, self.run, self.options = url, run, options
 
-    def play(self, size: int, plan: Callable[[int], object], groups: int = 1) -> list[Any]:
+    def play(self, size: int, plan: Callable[[int], Any], groups: int = 1) -> list[Any]:
         """(results or the exception raised, failures) of each group."""
         found: list[Any] = []
 
         def play(rollout: sa.Rollout, answer: str, *, suffix: str) -> str:
-            if plan(rollout.rollout_index) is not False:
-                rollout.push(**COLUMNS)
+            planned = plan(rollout.rollout_index)
+            if planned is not False:
+                rollout.push(**{**COLUMNS, **(planned or {})})
             return f"{answer}{rollout.rollout_index}{suffix}"
 
         with producing(self.url, self.run) as producer:
@@ -45,11 +55,12 @@ class Blocking:
 
 
 class Asyncio(Blocking):
-    def play(self, size: int, plan: Callable[[int], object], groups: int = 1) -> list[Any]:
+    def play(self, size: int, plan: Callable[[int], Any], groups: int = 1) -> list[Any]:
         async def play(rollout: sa.AsyncRollout, answer: str, *, suffix: str) -> str:
             await asyncio.sleep(0)
-            if plan(rollout.rollout_index) is not False:
-                await rollout.push(**COLUMNS)
+            planned = plan(rollout.rollout_index)
+            if planned is not False:
+                await rollout.push(**{**COLUMNS, **(planned or {})})
             return f"{answer}{rollout.rollout_index}{suffix}"
 
         async def work() -> list[Any]:
@@ -74,7 +85,7 @@ def player(request: pytest.FixtureRequest, redis_url: str, run: str) -> Blocking
     return Blocking(redis_url, run, threads=1) if request.param == "in turn" else Blocking(redis_url, run)
 
 
-def raising(errors: dict[int, Exception]) -> Callable[[int], object]:
+def raising(errors: dict[int, Exception]) -> Callable[[int], Any]:
     def plan(index: int) -> None:
         if index in errors:
             raise errors[index]
@@ -86,7 +97,7 @@ def test_an_error_of_the_environment_is_one_failed_rollout(player: Blocking) -> 
     def plan(index: int) -> object:
         if index == 3:
             raise TimeoutError("the engine\nis slow" + "!" * 1000)
-        return index != 5
+        return {} if index != 5 else False
 
     [(results, failures)] = player.play(8, plan)
     assert results == [f"r{index}!" if index != 3 else None for index in range(8)]
@@ -111,6 +122,18 @@ def test_failures_are_told_summed_up(player: Blocking, caplog: pytest.LogCapture
     assert 1 <= len(told) <= 5, told
     assert sum(int(text.split()[0]) for text in told) == 90, told
     assert any("TimeoutError: slow" in text for text in told)
+
+
+def test_refused_records_are_told_summed_up(player: Blocking, caplog: pytest.LogCaptureFixture) -> None:
+    def plan(index: int) -> dict[str, Any]:
+        return {"reward": float("nan")} if index == 1 else {}
+
+    with caplog.at_level(logging.WARNING):
+        player.play(2, plan, groups=30)
+    told = [text for text in caplog.messages if "failed" in text]
+    assert {re.sub(r"\d+", "N", text).replace("rollouts", "rollout") for text in told} == {
+        "N rollout failed: N x TrajectoryError: record N: reward: is nan, needs a finite number"
+    }
 
 
 def test_what_fails_in_every_rollout_of_a_group_is_raised(player: Blocking) -> None:
@@ -151,29 +174,77 @@ def test_groups_of_one_that_fail_three_times_in_a_row_are_raised(player: Blockin
     assert [isinstance(results, ZeroDivisionError) for results, _ in outcomes] == [False] * 5 + [True]
 
 
-def test_an_error_of_streamadv_is_raised_after_the_others_have_ended(redis_url: str, run: str) -> None:
+REFUSED: dict[str, dict[str, Any]] = {
+    "reward is nan": {"reward": float("nan")},
+    "shape": {"response_mask": [1]},
+    "dtype": {"input_ids": [0.5, 1]},
+    "token is nan": {"rollout_log_probs": [0.0, float("nan")]},
+    "text": {"tool_output": "hello"},
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED.values(), ids=REFUSED)
+def test_a_record_that_is_refused_is_one_failed_rollout(player: Blocking, wrong: dict[str, Any]) -> None:
+    bad = [wrong]  # of the first group alone
+    [(results, failures), (more, none)] = player.play(
+        3, lambda index: bad.pop() if index == 1 and bad else {}, groups=2
+    )
+    assert (results, more) == (["r0!", None, "r2!"], ["r0!", "r1!", "r2!"])
+    assert (list(failures), none) == ([1], {})
+    assert failures[1].startswith("TrajectoryError: ")
+    assert next(iter(wrong)) in failures[1]
+    joined = join(player.url, player.run)
+    assert sorted(group_all(joined)) == ["complete", "incomplete"]
+    assert ledger(joined)["dropped"] == {"failed": 1, "incomplete": 2}
+    assert problems(joined) == []
+
+
+def test_records_that_are_refused_in_every_rollout_of_a_group_are_raised(player: Blocking) -> None:
+    [(error, failures)] = player.play(3, lambda index: {"reward": float("nan")})
+    assert isinstance(error, TrajectoryError)
+    assert "reward: is nan" in str(error)
+    assert sorted(failures) == [0, 1, 2]
+
+
+def test_records_that_are_refused_at_different_lines_are_not_raised(fake: Connection) -> None:
+    """Which check of streamadv refuses them does not matter."""
+
     def play(rollout: sa.Rollout) -> None:
-        wrong = {"response_mask": [1]} if rollout.rollout_index == 0 else {}
-        rollout.push(**{**COLUMNS, **wrong})
+        if rollout.rollout_index:
+            rollout.push(**{**COLUMNS, "reward": float("nan")})
+        rollout.push(**{**COLUMNS, "response_mask": [1]})
 
-    async def aplay(rollout: sa.AsyncRollout) -> None:
-        wrong = {"response_mask": [1]} if rollout.rollout_index == 0 else {}
-        await rollout.push(**{**COLUMNS, **wrong})
+    with producing(fake, "r") as producer, producer.group(2) as group:
+        assert group.run(play, threads=1) == [None, None]
+    assert sorted(group.failures) == [0, 1]
 
-    async def work() -> None:
-        async with sa.Producer(redis_url, run) as producer, producer.group(3) as group:
-            with pytest.raises(TrajectoryError, match="response_mask"):
-                await group.run(aplay)
 
-    with producing(redis_url, run) as producer, producer.group(3) as group:
-        with pytest.raises(TrajectoryError, match="response_mask"):
-            group.run(play)
-        with pytest.raises(SettingError, match="threads is 0"):
-            group.run(play, threads=0)
-    asyncio.run(work())
-    joined = join(redis_url, run)
-    assert group_all(joined) == ["incomplete"] * 2
-    assert ledger(joined)["dropped"] == {"failed": 2, "incomplete": 4}
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(ProducerClosedError("closed"), ManifestMismatchError("another value"), RunEndedError("over")),
+        *(NotPermittedError("no right"), ServerUnreachableError("away"), SettingError("wrong")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_the_run_is_raised_after_the_others_have_ended(
+    player: Blocking, error: Exception
+) -> None:
+    [(raised, failures)] = player.play(3, raising({0: error}))
+    assert raised is error
+    assert list(failures) == [0]
+    joined = join(player.url, player.run)
+    assert group_all(joined) == ["incomplete"]
+    assert ledger(joined)["dropped"] == {"failed": 1, "incomplete": 2}
+
+
+def test_threads_are_a_whole_number(redis_url: str, run: str) -> None:
+    with (
+        producing(redis_url, run) as producer,
+        producer.group(3) as group,
+        pytest.raises(SettingError, match="threads is 0"),
+    ):
+        group.run(lambda rollout: None, threads=0)
 
 
 def test_play_is_a_function_of_the_producers_kind(redis_url: str, run: str) -> None:

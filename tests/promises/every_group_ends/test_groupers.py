@@ -141,7 +141,9 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     """Killed with every admitted group open, it must not stop the others until the deadline."""
     monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
     joined = join(redis_url, run)
-    queue = TrainerQueue(redis_url, run, batch_groups=2, max_staleness=1, chain={"estimator": "grpo"})
+    queue = TrainerQueue(
+        redis_url, run, batch_groups=2, max_staleness=1, chain={"estimator": "grpo"}, commit="each_batch"
+    )
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     killed = Producer(redis_url, run).open()
@@ -180,6 +182,72 @@ def test_groups_of_a_lost_producer_do_not_count_in_pacing(
     queue.close()
 
 
+@pytest.mark.parametrize("grouper", ["knew its predecessor", "has just been started"])
+def test_a_restarted_producer_does_not_wait_for_the_groups_of_its_predecessor(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch, grouper: str
+) -> None:
+    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
+    settings, joined = RunSettings(batch_groups=2, max_staleness=1), join(redis_url, run)
+    killed = Producer(redis_url, run, name="engine 0", settings=settings).open()
+    before = [killed.begin_group(2, timeout=0) for _ in range(4)]
+    rounds = housekeeping.Housekeeping(joined)
+    if grouper == "knew its predecessor":
+        rounds.round()
+    with Producer(redis_url, run, name="engine 0") as producer:
+        with pytest.raises(Busy, match="4 groups begun"):
+            producer.begin_group(2, timeout=0)
+        rounds.round()
+        for _ in range(4):
+            producer.begin_group(2, timeout=0)
+        for _ in range(2):
+            rounds.round()
+            with pytest.raises(Busy, match="4 groups begun"):
+                producer.begin_group(2, timeout=0)
+        # What the successor plays on with its predecessor's tickets counts again.
+        producer.rollout(before[0].tickets[0]).push(input_ids=[1], response_mask=[1], reward=1.0)
+        rounds.round()
+        assert read_status(joined).groups.abandoned == 3
+        assert problems(joined) == []
+    killed.close()
+
+
+def test_a_producer_that_was_only_slow_goes_on_beside_its_successor(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
+    settings, joined = RunSettings(batch_groups=2, max_staleness=1), join(redis_url, run)
+    rounds = housekeeping.Housekeeping(joined)
+
+    def states() -> list[str]:
+        return sorted(producer.state for producer in read_status(joined).producers)
+
+    slow = Producer(redis_url, run, name="engine-0", settings=settings).open()
+    groups = [slow.begin_group(2, timeout=0) for _ in range(2)]
+    with Producer(redis_url, run, name="engine-0") as successor:
+        rounds.round()
+        assert read_status(joined).groups.abandoned == 2
+        heartbeat(slow)
+        assert "another producer has taken the name engine-0: this one goes on as engine-0-" in caplog.text
+        assert states() == ["open", "open"]
+        for rollout in groups[0]:
+            rollout.push(input_ids=[1], response_mask=[1], reward=1.0)
+        slow.touch(groups[1].group_id)
+        rounds.round()
+        assert group_all(joined) == ["complete"]
+        assert read_status(joined).groups.abandoned == 0
+        for producer in (slow, successor):
+            producer.begin_group(2, timeout=0)
+            rounds.round()
+        for producer in (slow, successor):
+            with pytest.raises(Busy, match="4 groups begun"):
+                producer.begin_group(2, timeout=0)
+        heartbeat(slow)
+        slow.finish()
+        slow.close()
+        assert states() == ["finished", "open"]
+    assert problems(joined) == []
+
+
 def test_a_group_of_a_producer_that_was_cut_off_as_it_left_does_not_count_in_pacing(
     redis_url: str, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +276,23 @@ def test_a_group_of_a_producer_that_was_cut_off_as_it_left_does_not_count_in_pac
             heartbeat(other)
             rounds.round()
         other.begin_group(2, timeout=0)
+
+
+def test_open_groups_are_looked_through_once_for_each_start_of_a_producer(redis_url: str, run: str) -> None:
+    with (
+        producing(redis_url, run, {"max_staleness": 1, "batch_groups": 2}) as producer,
+        redis.Redis.from_url(redis_url) as client,
+    ):
+        producer.begin_group(2)
+        client.config_resetstat()
+        lost = LostProducers(join(redis_url, run))
+        for _ in range(3):
+            lost.look()
+        with Producer(redis_url, run, name="another"):
+            for _ in range(3):
+                lost.look()
+        statistics: Any = client.info("commandstats")
+    assert statistics["cmdstat_zrange"]["calls"] == 2
 
 
 def test_a_foreign_producer_without_a_name_has_no_groups(

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from streamadv import UnscoredTrajectory, clock
-from streamadv.errors import SettingError
+from streamadv.errors import SettingError, StarvedError
 from streamadv.grouping import housekeeping
 from streamadv.grouping import scorer as scorer_module
 from streamadv.grouping.groups_log import read_log
@@ -235,6 +235,107 @@ def test_a_function_that_fails_for_a_while_scores_in_the_end(redis_url: str, run
     assert not joined.connection.scripts.exists(joined.keys.home.attempts)
 
 
+def test_what_a_coroutine_function_fails_on_is_looked_for_side_by_side(redis_url: str, run: str) -> None:
+    playing: list[str] = []
+
+    async def judge(trajectories: Trajectories) -> list[float]:
+        if len(trajectories) > 1:
+            raise ValueError("one of them")
+        playing.append(trajectories[0].group_id)
+        if len(playing) == len(EIGHT):
+            all_play.set()
+        await asyncio.wait_for(all_play.wait(), 30)
+        return [1.0]
+
+    all_play = asyncio.Event()
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, EIGHT)
+        with threads(lambda stop: Scorer(redis_url, run, "s", tries=1).run(judge, stop)):
+            wait_for_rollouts(joined, len(EIGHT))
+        assert group_all(joined) == ["complete"] * len(EIGHT)
+    assert sorted(playing) == EIGHT
+    assert problems(joined) == []
+
+
+async def gathered(trajectories: Trajectories) -> list[Any]:
+    return await asyncio.gather(*map(judged, trajectories), return_exceptions=True)
+
+
+async def judged(item: UnscoredTrajectory) -> float:
+    if item.group_id == "g3":
+        raise ValueError("no parse")
+    return 0.5
+
+
+def returned(trajectories: Trajectories) -> list[Any]:
+    return [ValueError("no parse") if item.group_id == "g3" else 0.5 for item in trajectories]
+
+
+@pytest.mark.parametrize("function", [gathered, returned])
+def test_an_exception_given_for_one_trajectory_costs_its_neighbours_nothing(
+    redis_url: str,
+    run: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    function: Callable[[Trajectories], Any],
+) -> None:
+    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.0)
+    asked: list[list[str]] = []
+
+    def noted(trajectories: Trajectories) -> Any:
+        asked.append([item.group_id for item in trajectories])
+        return function(trajectories)
+
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, EIGHT)
+        with threads(lambda stop: Scorer(redis_url, run, "s", tries=2).run(noted, stop)):
+            wait_for_rollouts(joined, len(EIGHT))
+        assert sorted(group_all(joined)) == ["complete"] * 7 + ["incomplete"]
+    assert asked == [EIGHT, ["g3"], ["g3"]]
+    assert ledger(joined)["dropped"] == {"unscorable": 1}
+    (said,) = [text for text in caplog.messages if "unscorable" in text]
+    assert "trajectory g3/0 is unscorable (exception): ValueError: no parse" in said
+
+
+def waits() -> Any:
+    return asyncio.Event().wait()
+
+
+def blocks() -> Any:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("hang", [waits, blocks])
+def test_a_coroutine_that_does_not_return_costs_its_neighbours_nothing(
+    redis_url: str, run: str, forward: Forward, hang: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that waits, which its event loop can end, nor one that blocks that of its neighbours."""
+    monkeypatch.setattr(scorer_module, "FIRST_DELAY_S", 0.0)
+
+    async def judge(trajectories: Trajectories) -> list[float]:
+        if len(trajectories) > 1:
+            raise ValueError("one of them")
+        if trajectories[0].group_id == "g3":
+            if hang is blocks:
+                forward(2 * TIMEOUT_S)
+            await hang()
+        await asyncio.sleep(0)
+        return [0.5]
+
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, EIGHT)
+        timeout_s = 0.2 if hang is waits else TIMEOUT_S
+        scorer = Scorer(redis_url, run, "s", tries=1, timeout_s=timeout_s)
+        with threads(lambda stop: scorer.run(judge, stop)):
+            wait_for_rollouts(joined, len(EIGHT))
+        assert sorted(group_all(joined)) == ["complete"] * 7 + ["incomplete"]
+    assert ledger(joined)["dropped"] == {"unscorable": 1}
+
+
 def test_a_scorer_that_is_told_to_end_counts_no_try(redis_url: str, run: str) -> None:
     def judge(trajectories: Trajectories) -> list[float]:
         raise errors.pop()
@@ -284,6 +385,26 @@ def test_a_trajectory_that_ends_its_scorer_is_worked_alone(redis_url: str, run: 
         while score_in_a_child(redis_url, joined, CHILD, 8) == 9:
             deaths += 1
         assert deaths == 3
+        assert sorted(group_all(joined)) == ["complete"] * 7 + ["incomplete"]
+    assert ledger(joined)["dropped"] == {"unscorable": 1}
+    assert problems(joined) == []
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_an_exception_is_no_death(redis_url: str, run: str) -> None:
+    """A process that ends while suspects are tried side by side costs only the one that ends it its tries."""
+    code = CHILD.replace(
+        "def judge(trajectories):", "async def judge(trajectories):\n    len(trajectories) == 1 or 1 / 0"
+    )
+    code = code.replace("tries=2", "tries=1")
+    with producing(redis_url, run, {"scorers": ("s",)}) as producer:
+        joined = join(redis_url, run)
+        push_alone(producer, EIGHT)
+        deaths = 0
+        while score_in_a_child(redis_url, joined, code, 8) == 9:
+            deaths += 1
+        assert deaths == 2  # beside the others, and alone
         assert sorted(group_all(joined)) == ["complete"] * 7 + ["incomplete"]
     assert ledger(joined)["dropped"] == {"unscorable": 1}
     assert problems(joined) == []
@@ -397,8 +518,9 @@ def test_a_run_ends_although_nobody_scores(redis_url: str, run: str, scorers: An
         producer.finish()
         for _ in range(4):
             group_all(joined)
-    queue = TrainerQueue(redis_url, run, batch_groups=1)
-    assert queue.next_batch(timeout=10) is None
+    queue = TrainerQueue(redis_url, run, batch_groups=1, commit="each_batch")
+    with pytest.raises(StarvedError, match="late 150"):
+        queue.next_batch(timeout=10)
     queue.close()
     assert (ledger(joined)["queued"], ledger(joined)["dropped"]) == (0, {"late": 150})
     assert {stream.lag for stream in read_status(joined).streams.values()} == {0}

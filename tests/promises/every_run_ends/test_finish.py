@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import redis
 
-from streamadv.errors import Busy, ProducerClosedError, RunEndedError, SettingError
+from streamadv.batch import leader
+from streamadv.errors import Busy, NoBatchError, ProducerClosedError, RunEndedError, SettingError
 from streamadv.producer import AsyncGroup, AsyncProducer, Producer
 from streamadv.producer.announcements import Announcements, AsyncAnnouncements
 from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
+from streamadv.run.heartbeats import SETTLE_S
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
 from streamadv.store.connection import AsyncConnection, Connection
@@ -42,7 +44,11 @@ COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1], "reward
 
 
 def queue_of(connection: Connection | str, run: str = "r", **options: Any) -> TrainerQueue:
-    return TrainerQueue(connection, run, **{"batch_groups": 1, "max_staleness": 0, "prefetch": 0, **options})
+    return TrainerQueue(
+        connection,
+        run,
+        **{"commit": "each_batch", "batch_groups": 1, "max_staleness": 0, "prefetch": 0, **options},
+    )
 
 
 def train(queue: TrainerQueue, run: Run, weights: str | None = None) -> None:
@@ -315,7 +321,7 @@ def test_an_announcement_that_the_server_has_lost_ends_no_more_waits(
     redis_url: str, forward: Callable[[float], None]
 ) -> None:
     with Connection(redis_url) as connection, ThreadPoolExecutor(1) as pool:
-        announcements = Announcements(connection)
+        announcements = Announcements(connection, "r")
         connection.scripts.xadd("admission", {"n": 1})
         announcements.wait("admission", b"", 30)
         connection.scripts.flushall()
@@ -336,7 +342,7 @@ def test_an_interrupted_wait_leaves_no_listener(redis_url: str, monkeypatch: pyt
 
     with Connection(redis_url) as connection:
         before = set(threading.enumerate())
-        announcements = Announcements(connection)
+        announcements = Announcements(connection, "r")
         monkeypatch.setattr(announcements._changed, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
             announcements.wait("admission", b"", 30)
@@ -352,7 +358,7 @@ async def test_an_announcement_that_the_server_has_lost_ends_no_more_waits_of_ta
     redis_url: str, forward: Callable[[float], None]
 ) -> None:
     async with AsyncConnection(redis_url) as connection:
-        announcements = AsyncAnnouncements(connection)
+        announcements = AsyncAnnouncements(connection, "r")
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await connection.scripts.xadd("admission", {"n": 1})
         await announcements.wait("admission", b"", 30, never)
@@ -407,3 +413,36 @@ def test_a_server_that_does_not_block_is_polled(fake: Connection) -> None:
         beginning = pool.submit(producer.begin_group, 1)
         train(queue, run)
         assert len(beginning.result(timeout=30)) == 1
+
+
+def test_a_run_does_not_end_until_a_replaced_server_has_heard_who_is_alive(
+    fake: Connection, forward: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has lost the only heartbeat of a producer, and the trainer that had seen it is gone, too."""
+    server = "one"
+    monkeypatch.setattr(leader, "SETTLE_S", SETTLE_S)
+    monkeypatch.setattr(Run, "server_ids", lambda _: [server])
+    monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server], pipe.execute()))
+    with producing(fake, "r") as done, producing(fake, "r") as alive:
+        run, before = join(fake, "r"), queue_of(fake).open()
+        done.finish()
+        server = "another"
+        fake.scripts.hdel(run.keys.home.producers, alive._logic.membership.name)
+        before.close()
+        for restarts in range(2):
+            queue = queue_of(fake)
+            with pytest.raises(NoBatchError):
+                queue.next_batch(timeout=0)
+            if not restarts:
+                forward(SETTLE_S - 1)
+                with pytest.raises(NoBatchError):
+                    queue.next_batch(timeout=0)
+        heartbeat(alive)
+        forward(SETTLE_S)
+        heartbeat(alive)
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+        alive.finish()
+        forward(SETTLE_S)
+        assert queue.next_batch(timeout=0) is None
+        assert queue_of(fake).next_batch(timeout=0) is None, "the servers are known again"

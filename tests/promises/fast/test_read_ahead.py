@@ -64,7 +64,7 @@ def test_what_was_read_ahead_is_not_delivered(joined: Run) -> None:
     assert ledger(joined)["trained"] == 0
     assert ledger(joined)["in_flight"] == 8
     compute_all(joined)
-    again = TrainerQueue(joined.connection, joined.name, batch_groups=2)
+    again = TrainerQueue(joined.connection, joined.name, batch_groups=2, commit="each_batch")
     assert identities(again.next_batch(timeout=0).references)[0] == ("g0000", 0)  # type: ignore[union-attr]
     assert problems(joined) == []
 
@@ -104,7 +104,7 @@ def test_a_fault_while_reading_ahead_is_raised_by_the_queue(
         raise ZeroDivisionError
 
     monkeypatch.setattr(fetch, "fetch_replies", fail)
-    queue = TrainerQueue(joined.connection, joined.name, batch_groups=2)
+    queue = TrainerQueue(joined.connection, joined.name, batch_groups=2, commit="each_batch")
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     with pytest.raises(ZeroDivisionError):

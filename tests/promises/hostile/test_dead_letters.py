@@ -14,7 +14,7 @@ from streamadv.advantage.poison import MAX_ATTEMPTS, compute_safely
 from streamadv.advantage.prepare import PreparedItem, prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import main
-from streamadv.errors import ChainError, EstimatorError, StreamadvError
+from streamadv.errors import ChainError, EstimatorError, StarvedError, StreamadvError
 from streamadv.grouping.grouper import Housekeeping
 from streamadv.run import Run, dead_letters
 from streamadv.run.consumer import ADVANTAGE
@@ -77,7 +77,9 @@ def test_neighbours_of_a_dead_group_keep_their_own_numbers(redis_url: str, run: 
         joined = join(connection, name)
         if spoil:
             spoil_payload(joined, "b", "rollout_log_probs", b"short")
-        batch = next_batch(TrainerQueue(connection, name, batch_groups=4, chain=chain), joined)  # type: ignore[arg-type]
+        batch = next_batch(
+            TrainerQueue(connection, name, batch_groups=4, chain=chain, commit="each_batch"), joined
+        )  # type: ignore[arg-type]
         assert batch is not None
         return {
             (each.reference.group_id, each.reference.rollout_index): each.outputs["advantages"].tolist()
@@ -93,26 +95,33 @@ def test_an_unreadable_reference_is_found_when_the_batch_is_named(redis_url: str
     connection = Connection(redis_url)
     joined = pushed_run(connection, run, 2, finish=True)
     spoil_table(joined, "g0000")
-    queue = TrainerQueue(connection, run, batch_groups=2)
+    queue = TrainerQueue(connection, run, batch_groups=2, commit="each_batch")
     batch = delivered_batch(queue, joined)
     assert {r.group_id for r in batch.references} == {"g0001"}
     assert ledger(joined)["dead"] == {"undecodable": 2}
     assert problems(joined) == []
 
 
+def let_all_die(joined: Run) -> None:
+    """A column the chain needs was not pushed."""
+    options = {"pushed": ["values"], "commit": "each_batch"}
+    queue = TrainerQueue(joined.connection, joined.name, chain={"estimator": "gae"}, **options)  # type: ignore[arg-type]
+    with pytest.raises(StarvedError, match="missing_column"):
+        next_batch(queue, joined)
+
+
 def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: str) -> None:
-    """A column the chain needs was not pushed; another trainer does not need it."""
+    """Another trainer does not need the missing column."""
     connection = Connection(redis_url)
     joined = pushed_run(connection, run, 2, finish=True)
-    wanting = TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"])
-    assert next_batch(wanting, joined) is None
+    let_all_die(joined)
     assert ledger(joined)["dead"] == {"missing_column": 4}
     assert {dead.reason for dead in list_dead(joined)} == {"missing_column"}
     assert requeue(joined, "g0000") == 2
     assert ledger(joined)["queued"] == 2
     assert read_status(joined).groups.outcomes["dead"] == 2  # a counter: it never falls
     assert problems(joined) == []
-    batch = delivered_batch(TrainerQueue(connection, run), joined)
+    batch = delivered_batch(TrainerQueue(connection, run, commit="each_batch"), joined)
     assert {r.group_id for r in batch.references} == {"g0000"}
     purge(joined, "g0001")
     Housekeeping(joined).round()
@@ -126,7 +135,7 @@ def test_requeued_groups_are_trained_on_when_they_can_be(redis_url: str, run: st
 def test_dead_bytes_bound_what_is_kept(redis_url: str, run: str) -> None:
     connection = Connection(redis_url)
     joined = pushed_run(connection, run, 1, settings={"dead_bytes": 0}, finish=True)
-    next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
+    let_all_die(joined)
     Housekeeping(joined).round()
     (dead,) = list_dead(joined)
     assert dead.emptied
@@ -140,7 +149,7 @@ def test_all_groups_that_have_their_payloads_are_requeued(
 ) -> None:
     connection = Connection(redis_url)
     joined = pushed_run(connection, run, 3, finish=True)
-    next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
+    let_all_die(joined)
     (size,) = {dead.bytes for dead in list_dead(joined)}
     dead_letters.trim_dead(joined.home, 2 * size)
     capsys.readouterr()
@@ -159,7 +168,9 @@ def test_emptied_letters_are_bounded_in_number_and_bytes(
     monkeypatch.setattr(dead_letters, "DEAD_KEPT", 20)
     connection = Connection(redis_url)
     joined = join(connection, run)
-    queue = TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"], batch_groups=8)
+    queue = TrainerQueue(
+        connection, run, chain={"estimator": "gae"}, pushed=["values"], batch_groups=8, commit="each_batch"
+    )
     sizes = []
     with producing(connection, run, {"dead_bytes": 4000}) as producer:
         for number in range(4):
@@ -215,7 +226,7 @@ def named(redis_url: str, run: str) -> Run:
         producer.finish()
     joined = join(connection, run)
     group_all(joined)
-    queue = TrainerQueue(connection, run, batch_groups=3, chain="grpo")
+    queue = TrainerQueue(connection, run, batch_groups=3, chain="grpo", commit="each_batch")
     sessions = queue._sessions
     sessions.naming = dataclasses.replace(sessions.naming, chain={"estimator": "brittle"})
     with pytest.raises(StreamadvError, match="no new group"):
@@ -346,7 +357,7 @@ def raise_type_error(*_: object) -> None:
 def test_the_command(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
     connection = Connection(redis_url)
     joined = pushed_run(connection, run, 2, finish=True)
-    next_batch(TrainerQueue(connection, run, chain={"estimator": "gae"}, pushed=["values"]), joined)
+    let_all_die(joined)
     where = ["--redis", redis_url, "--run", run]
     assert main(["dead", "list", *where]) == 0
     listed = capsys.readouterr().out.splitlines()
@@ -377,8 +388,11 @@ def dead_group(url: str, run: str, **fields: object) -> Run:
         producer.push([trajectory("g", index, **fields) for index in range(2)])
         producer.finish()
     joined = join(url, run)
-    queue = TrainerQueue(url, run, batch_groups=1, chain={"estimator": "gae"}, pushed=("values",))
-    assert next_batch(queue, joined) is None
+    queue = TrainerQueue(
+        url, run, batch_groups=1, chain={"estimator": "gae"}, pushed=("values",), commit="each_batch"
+    )
+    with pytest.raises(StarvedError):
+        next_batch(queue, joined)
     queue.close()
     return joined
 
@@ -432,3 +446,34 @@ def test_a_note_about_foreign_data_shows_its_table_in_words(redis_url: str, run:
     assert "'index': 0, 'status': 'completed'" in right
     assert "member table" in wrong
     assert problems(joined) == []
+
+
+def test_only_dead_letters_that_exceed_their_budget_lose_their_payloads_whatever_the_ledger_says(
+    redis_url: str, run: str
+) -> None:
+    """A producer can write any number into the ledger; dead letters are not in its reach."""
+    joined = pushed_run(redis_url, run, 3, finish=True)
+    for group_id in ("g0000", "g0001"):
+        spoil_payload(joined, group_id, "rollout_log_probs", b"short")
+    group_all(joined)
+    delivered_batch(TrainerQueue(redis_url, run, batch_groups=3, chain={"estimator": "reinforce"}), joined)
+    keys = joined.keys.home
+    joined.connection.scripts.hincrby(keys.ledger, "dead_bytes", 10**15)
+    Housekeeping(joined).round()
+    first, second = list_dead(joined)
+    assert [first.emptied, second.emptied] == [False, False]
+    dead_letters.trim_dead(joined.home, first.bytes + second.bytes - 1)
+    assert [dead.emptied for dead in list_dead(joined)] == [True, False]
+
+
+def test_a_letter_that_no_process_of_the_run_wrote_is_not_requeued(redis_url: str, run: str) -> None:
+    joined = join(redis_url, run)
+    keys, scripts = joined.keys.home, joined.connection.scripts
+    fields = {f"log:{number}": "x" for number in range(9000)}
+    scripts.zadd(keys.dead, {"forged": 1})
+    scripts.hset(
+        keys.dead_group("forged"), mapping={"reason": "x", "detail": "", "count": "1", "bytes": "1", **fields}
+    )
+    with pytest.raises(StreamadvError, match="cannot be requeued"):
+        requeue(joined, "forged")
+    assert scripts.xlen(keys.groups) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import queue as queue_module
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,14 +19,19 @@ from streamadv.grouping.scorer import Scorer
 from streamadv.grouping.unscored import UnscoredTrajectory
 from streamadv.producer import Producer
 from streamadv.run import Run, Shard
+from streamadv.run.consumer import GROUPER, PENDING_PAGE
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.run.malformed import list_malformed
 from streamadv.status import read_status
+from streamadv.status.causes import reasons_of
+from streamadv.status.exported import samples
 from streamadv.store.connection import Connection
 from streamadv.store.keys import RUNS, manifest_key
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     compute_all,
+    consumer_of,
+    deep_problems,
     delivered_batch,
     group_all,
     identities,
@@ -37,6 +44,7 @@ from tests.support import (
     producing,
     push_groups,
     pushed_run,
+    threads,
     trajectory,
     unscored,
     working,
@@ -128,7 +136,9 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
 
         garbage()
         judge = Scorer(redis_url, "r", "judge")
-        queue = TrainerQueue(redis_url, "r", batch_groups=4, chain={"estimator": "reinforce"})
+        queue = TrainerQueue(
+            redis_url, "r", batch_groups=4, chain={"estimator": "reinforce"}, commit="each_batch"
+        )
         trained: set[str] = set()
         with working(run, lambda stop: judge.run(halves, stop)):
             for number, group_id in enumerate(sorted(healthy)):
@@ -232,7 +242,7 @@ SPOILT: dict[str, Callable[[Run, str], object]] = {
 def test_a_spoilt_payload_is_a_dead_letter_with_a_reason(logged: Run, what: str, chain: Any) -> None:
     """Workers of GRPO read no columns, so there the trainer finds it."""
     SPOILT[what](logged, payload_of(logged, "g0002"))
-    queue = TrainerQueue(logged.connection, logged.name, batch_groups=4, chain=chain)
+    queue = TrainerQueue(logged.connection, logged.name, batch_groups=4, chain=chain, commit="each_batch")
     batch = delivered_batch(queue, logged)
     assert {each.group_id for each in batch.references} == {"g0000", "g0001", "g0003"}
     assert queue.next_batch(timeout=0) is None
@@ -247,9 +257,17 @@ def test_a_spoilt_payload_is_a_dead_letter_with_a_reason(logged: Run, what: str,
 def test_a_spoilt_payload_stops_none_of_several_ranks(logged: Run, what: str) -> None:
     """The rank that has the packet leaves its trajectories out."""
     SPOILT[what](logged, payload_of(logged, "g0002"))
-    first = TrainerQueue(logged.connection, logged.name, rank=0, world_size=2, batch_groups=4)
+    first = TrainerQueue(
+        logged.connection, logged.name, rank=0, world_size=2, batch_groups=4, commit="each_batch"
+    )
     second = TrainerQueue(
-        logged.connection, logged.name, rank=1, world_size=2, batch_groups=4, epoch=first.epoch
+        logged.connection,
+        logged.name,
+        rank=1,
+        world_size=2,
+        batch_groups=4,
+        epoch=first.epoch,
+        commit="each_batch",
     )
     parts = [next_batch(queue, logged) for queue in (first, second)]
     assert all(part is not None for part in parts)
@@ -277,7 +295,9 @@ def test_a_foreign_field_of_a_payload_is_left_alone(logged: Run) -> None:
     logged.connection.scripts.hset(
         payload_of(logged, "g0002"), mapping={b"\xff\xfe": b"x", "junk": b"y" * 1000}
     )
-    batch = delivered_batch(TrainerQueue(logged.connection, logged.name, batch_groups=4), logged)
+    batch = delivered_batch(
+        TrainerQueue(logged.connection, logged.name, batch_groups=4, commit="each_batch"), logged
+    )
     assert batch.num_trajectories == 8
 
 
@@ -294,7 +314,9 @@ def test_copies_of_genuine_entries_change_nothing(redis_url: str, run: str) -> N
     copy(keys.rollouts)
     group_all(joined)
     assert read_status(joined).malformed == 4
-    queue = TrainerQueue(connection, run, batch_groups=4, chain={"estimator": "reinforce"})
+    queue = TrainerQueue(
+        connection, run, batch_groups=4, chain={"estimator": "reinforce"}, commit="each_batch"
+    )
     with pytest.raises(StreamadvError, match="no new group"):
         queue.next_batch(timeout=0)
     copy(keys.work)
@@ -335,7 +357,7 @@ def test_a_group_whose_hash_is_broken_ends(redis_url: str, run: str, change: dic
         producer.push([trajectory("whole", index, 2) for index in range(2)])
         group_all(joined)
         producer.finish()
-    batch = delivered_batch(TrainerQueue(connection, run, batch_groups=4), joined)
+    batch = delivered_batch(TrainerQueue(connection, run, batch_groups=4, commit="each_batch"), joined)
     assert {each.group_id for each in batch.references} == {"whole"}
     counts = ledger(joined)
     assert counts["dead"] == {"malformed": 1}
@@ -356,7 +378,7 @@ def test_a_packet_that_somebody_wrote_over_costs_no_other(redis_url: str, run: s
         producer.push([trajectory("g", 2, 3)])
         assert group_all(joined) == ["complete"]
         producer.finish()
-    batch = delivered_batch(TrainerQueue(connection, run, batch_groups=4), joined)
+    batch = delivered_batch(TrainerQueue(connection, run, batch_groups=4, commit="each_batch"), joined)
     assert identities(batch.references) == [("g", 1), ("g", 2)]
 
 
@@ -384,7 +406,7 @@ def test_garbage_in_hashes_sets_and_lists(logged: Run, capsys: pytest.CaptureFix
     scripts.hset(keys.dead_group("odd"), mapping={"reason": "x", "detail": "y", "count": "z", "bytes": "-"})
     scripts.hset(keys.attempts, "g0001", "many")
     group_all(logged)
-    queue = TrainerQueue(logged.connection, logged.name, batch_groups=4)
+    queue = TrainerQueue(logged.connection, logged.name, batch_groups=4, commit="each_batch")
     batch = delivered_batch(queue, logged)
     assert batch.num_trajectories == 8
     assert queue.next_batch(timeout=0) is None
@@ -418,6 +440,38 @@ def test_items_of_lists_that_are_no_text_are_removed(redis_url: str, run: str) -
             "no slot of a group",
             "no payload and its bytes",
         }
+
+
+def test_ever_so_many_foreign_items_are_removed_beside_the_work(redis_url: str, run: str) -> None:
+    """Scores and producers are looked at by groupers, which have packets to take meanwhile."""
+    with producing(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        keys, scripts = joined.keys.home, joined.connection.scripts
+        producer.push([unscored("g", index, 2) for index in range(2)])
+        group_all(joined)
+        scripts.rpush(keys.scored, *(f"junk {number}" for number in range(1500)))
+        scripts.hset(keys.producers, mapping={f"junk{number}": "junk" for number in range(1500)})
+        assert [producer.score("g", index, float(index)) for index in range(2)] == ["scored", "scored"]
+        housekeeping, left = Housekeeping(joined), list[tuple[int, int]]()
+        while not left or any(left[-1]):
+            housekeeping.round()
+            left.append((scripts.llen(keys.scored), scripts.hlen(keys.producers) - 1))
+        assert left == [(1502 - 1024, 500), (0, 0)]
+        assert scripts.xlen(keys.groups) == 1
+
+
+def test_what_is_noted_of_a_removed_item_is_bounded(redis_url: str, run: str) -> None:
+    joined = join(redis_url, run)
+    keys, scripts = joined.keys.home, joined.connection.scripts
+    scripts.zadd(keys.open, {b"\xff" * 1_000_000: 1})
+    scripts.rpush(keys.scored, b"x" * 1_000_000)
+    scripts.hset(keys.producers, b"p" * 1_000_000, b"y" * 1_000_000)
+    scripts.xadd(keys.rollouts, {b"f" * 1_000_000: b"z" * 1_000_000})
+    group_all(joined)
+    notes = scripts.xrange(keys.malformed)
+    assert len(notes) == 4
+    assert all(sum(map(len, fields.values())) < 4000 for _, fields in notes)
+    assert all(len(dead.group_id) <= 400 for dead in list_dead(joined))
 
 
 def test_removed_items_are_shown_and_purged_and_cannot_be_requeued(
@@ -518,25 +572,37 @@ def test_members_that_are_no_text_are_named_by_the_deep_check(
 
 
 LAST_IDS = ["18446744073709551615-18446744073709551615", "18446744073709551615-18446744073709551613"]
+#: An entry with more fields than Lua can unpack.
+MANY_FIELDS: dict[Any, Any] = {f"f{number}": "x" for number in range(4100)}
 
 
 @pytest.mark.parametrize("last_id", LAST_IDS, ids=["the last", "two before it"])
 @pytest.mark.parametrize("place", ["rollouts", "scoring:judge"])
-def test_a_stream_that_has_had_its_last_id_goes_on(
+def test_a_stream_that_has_had_its_last_id_is_emptied_and_waits_for_an_operator(
     redis_url: str, run: str, place: str, last_id: str
 ) -> None:
-    """Nothing is half done meanwhile: producers and scorers wait until a grouper has mended it."""
+    """What was acknowledged is trained on; pushes wait, and go on once the empty stream is deleted."""
     with producing(redis_url, run, {"scorers": ["judge"]}) as producer:
         joined = join(redis_url, run)
         keys, scripts = joined.keys.home, joined.connection.scripts
+        stream = keys.rollouts if place == "rollouts" else keys.scoring("judge")
+        scripts.xadd(stream, MANY_FIELDS)
         push_groups(producer, 2, prefix="early")
         producer.push([unscored("waits", index, 2) for index in range(2)])
-        stream = keys.rollouts if place == "rollouts" else keys.scoring("judge")
         scripts.xadd(stream, {"junk": "1"}, id=last_id)
+        reasons: list[str] = []
+
+        def operate(stop: threading.Event) -> None:
+            while not stop.wait(0.05) and not reasons:
+                said = {reason.name: reason.line(run) for reason in reasons_of(read_status(joined))}
+                if stream in said.get("stream_end", "") and not scripts.xlen(stream):
+                    reasons.append(said["stream_end"])
+                    scripts.delete(stream)
+
         judge = Scorer(redis_url, run, "judge")
         trained: set[str] = set()
-        queue = TrainerQueue(redis_url, run, batch_groups=4)
-        with working(joined, lambda stop: judge.run(halves, stop)):
+        queue = TrainerQueue(redis_url, run, batch_groups=4, commit="each_batch")
+        with working(joined, lambda stop: judge.run(halves, stop), operate):
             for number in range(6):
                 make = unscored if number % 2 else trajectory
                 records = [make(f"late{number}", index, 2) for index in range(2)]
@@ -547,6 +613,88 @@ def test_a_stream_that_has_had_its_last_id_goes_on(
     assert trained == {"early0000", "early0001", "waits", *(f"late{number}" for number in range(6))}
     assert ledger(joined)["trained"] == 18
     assert problems(joined) == []
+    assert read_status(joined).malformed == 2
+    assert len(reasons) == 1
+    assert "redis-cli DEL" in reasons[0]
+
+
+def test_groupers_empty_a_stream_that_takes_no_more_though_packets_of_ended_groups_are_to_join_it(
+    redis_url: str, run: str
+) -> None:
+    with producing(redis_url, run, {"scorers": ["judge"]}) as producer:
+        producer.push([unscored("over", index, 2) for index in range(2)])
+        joined = join(redis_url, run)
+        keys, scripts = joined.keys.home, joined.connection.scripts
+        push_groups(producer, 3)
+        make_overdue(joined, "over")
+        group_all(joined)
+        scripts.xadd(keys.rollouts, {"junk": "1"}, id=LAST_IDS[0])
+        producer.push([unscored("waits", 0, 2)])
+        scripts.delete(keys.group("waits"))
+        group_all(joined)
+        assert scripts.xlen(keys.rollouts) == 0
+        assert scripts.xlen(keys.scoring("judge")) == 1
+        assert scripts.xlen(keys.groups) == 3
+        scripts.delete(keys.rollouts)
+        group_all(joined)
+        assert scripts.xlen(keys.scoring("judge")) == 0
+
+
+def test_a_push_to_a_stream_that_takes_no_more_is_refused_with_the_name_of_the_stream(
+    redis_url: str, run: str
+) -> None:
+    with producing(redis_url, run, {"redundancy": 1}) as producer:
+        group = producer.begin_group(2, group_id="g")
+        joined = join(redis_url, run)
+        keys = joined.keys.home
+        joined.connection.scripts.xadd(keys.rollouts, {"junk": "1"}, id=LAST_IDS[0])
+        said: queue_module.Queue[str] = queue_module.Queue()
+        handler = logging.Handler()
+        handler.emit = lambda record: said.put(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("streamadv").addHandler(handler)
+        try:
+            with threads(lambda stop: group.cancel(1)):
+                while "[stream_end]" not in (text := said.get(timeout=30)):
+                    pass
+                assert f"{keys.rollouts} takes no more entries" in text
+                group_all(joined)
+                joined.connection.scripts.delete(keys.rollouts)
+        finally:
+            logging.getLogger("streamadv").removeHandler(handler)
+    assert ledger(joined)["pushed"] == 1
+
+
+@pytest.mark.parametrize("ms", [2**64 - 1, 2**53, 4 * 10**12], ids=["last", "2^53", "in a hundred years"])
+def test_ids_ahead_of_every_clock_neither_stop_a_stream_nor_hide_that_nothing_moves(
+    redis_url: str, run: str, ms: int
+) -> None:
+    with producing(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        joined.connection.scripts.xadd(joined.keys.home.rollouts, {"junk": "1"}, id=f"{ms}-0")
+        push_groups(producer, 2)
+        status = read_status(joined)
+        assert [reason.name for reason in reasons_of(status)] == ["no_grouper"]
+        assert status.quiet_s is None
+        group_all(joined)
+        producer.finish()
+        assert delivered_batch(TrainerQueue(redis_url, run, batch_groups=2), joined).num_trajectories == 4
+
+
+def test_a_page_of_entries_may_end_with_the_last_id(redis_url: str, run: str) -> None:
+    """Of what is pending at a consumer, and of what `status --check --deep` reads."""
+    joined = join(redis_url, run)
+    scripts, stream = joined.connection.scripts, joined.keys.home.rollouts
+    group_all(joined)
+    pipe = scripts.pipeline(transaction=False)
+    for number in range(PENDING_PAGE - 1):
+        pipe.xadd(stream, {"junk": "1"}, id=f"1-{number + 1}")
+    pipe.xadd(stream, {"junk": "1"}, id=LAST_IDS[0])
+    pipe.execute()
+    assert len(deep_problems(joined)) >= PENDING_PAGE
+    scripts.xreadgroup(GROUPER, "dead", {stream: ">"}, PENDING_PAGE)
+    consumer = consumer_of(joined, lease_s=0.0)
+    while scripts.xlen(stream):  # the first look at what is pending begins its lease
+        group_all(joined, consumer)
 
 
 @pytest.mark.parametrize("value", [2**63 - 1, -(2**63)])
@@ -573,7 +721,7 @@ def test_counters_at_the_end_of_their_range_stop_nobody(
         push_groups(producer, 3)
         push_groups(producer, 1)
         joined.connection.scripts.xadd(joined.keys.home.rollouts, {"junk": "1"})
-        queue = TrainerQueue(redis_url, run, batch_groups=4)
+        queue = TrainerQueue(redis_url, run, batch_groups=4, commit="each_batch")
         batch = delivered_batch(queue, joined)
         assert {each.group_id for each in batch.references} == {"early0000", "g0000", "g0001", "g0002"}
         queue.trained(batch)
@@ -582,6 +730,53 @@ def test_counters_at_the_end_of_their_range_stop_nobody(
     code = main(["status", "--check", "--redis", redis_url, "--run", run])
     assert code == (0 if names == ["shards"] else 1)
     assert joined.connection.scripts.xlen(joined.keys.home.groups) == 0
+
+
+def test_names_that_a_producer_writes_into_the_ledger_are_counted_as_other(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures, labels and what is stored of a batch stay as many as they were, however many names there are."""
+    with producing(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        keys, scripts = joined.keys.home, joined.connection.scripts
+        push_groups(producer, 2)
+        group_all(joined)
+
+        def figures() -> dict[tuple[str, ...], float]:
+            return {(name, *labels): value for name, labels, value in samples(read_status(joined))}
+
+        before = figures()
+        pipe = scripts.pipeline(transaction=False)
+        for number in range(2000):
+            for kind in ("dropped", "dead", "outcome", "other", f"x{number}"):
+                pipe.hincrby(keys.ledger, f"{kind}:{number}{'x' * 100}", 1)
+            pipe.hincrby(keys.ledger, f"negative{number}", -1)
+        pipe.execute()
+        named = {
+            ("dropped_trajectories_total", "other"): 2000,
+            ("dead_trajectories", "other"): 2000,
+        }
+        after = figures()
+        assert {name: after[name] for name in after.keys() - before.keys()} == named
+        assert read_status(joined).problems == ["shard 0: pushed is 4, accounted for are 4004"]
+        assert not [name for name in joined.counters() if "xxx" in name or "negative" in name]
+        queue = TrainerQueue(redis_url, run, batch_groups=2)
+        assert delivered_batch(queue, joined).num_trajectories == 4
+        noted = scripts.hget(keys.trainer, "ended_before_batch")
+        assert noted == b"complete=2"
+    capsys.readouterr()
+    assert main(["status", "--json", "--redis", redis_url, "--run", run]) == 0
+    assert len(capsys.readouterr().out) < 10_000
+
+
+def test_a_run_has_no_more_scorers_than_a_shard_has_streams_for(redis_url: str, run: str) -> None:
+    """A producer may write this setting if nobody has given it."""
+    joined = join(redis_url, run)
+    names = [f"s{number}" for number in range(1000)]
+    joined.connection.scripts.hsetnx(manifest_key(run), "scorers", json.dumps(names))
+    joined.refresh()
+    assert joined.manifest.scorers == ()
+    assert [line for line in joined.manifest.ignored if "scorers" in line]
 
 
 def test_sizes_that_nobody_can_have_pushed_keep_nobody_out(redis_url: str, run: str) -> None:
@@ -608,7 +803,7 @@ def test_foreign_groups_with_far_deadlines_do_not_keep_a_run_from_ending(
                 scripts.hset(keys.group(f"far{number}"), mapping=fields)
             scripts.zadd(keys.open, {"text": 1e18, "none": float("inf")})
             scripts.set(keys.group("text"), "x")
-        queue = TrainerQueue(redis_url, run, batch_groups=4)
+        queue = TrainerQueue(redis_url, run, batch_groups=4, commit="each_batch")
         assert next_batch(queue, joined) is not None
         group_all(joined)
         assert next_batch(queue, joined) is None

@@ -29,7 +29,14 @@ def producer(producer: Producer) -> Producer:
 
 
 def queue_of(run: Run, values: Callable[..., Any], **options: Any) -> TrainerQueue:
-    options = {"batch_groups": 2, "prefetch": 0, "chain": GAE, "late": {"values": values}, **options}
+    options = {
+        "commit": "each_batch",
+        "batch_groups": 2,
+        "prefetch": 0,
+        "chain": GAE,
+        "late": {"values": values},
+        **options,
+    }
     return TrainerQueue(run.connection, run.name, **options)
 
 
@@ -134,7 +141,7 @@ def test_what_a_function_writes_into_its_micro_batch_stays_there(joined: Run) ->
 )
 def test_what_cannot_be_late_is_a_start_up_error(joined: Run, late: Any, text: str) -> None:
     with pytest.raises(SettingError, match=text):
-        TrainerQueue(joined.connection, joined.name, late=late)
+        TrainerQueue(joined.connection, joined.name, late=late, commit="each_batch")
 
 
 @pytest.mark.parametrize("what", ["advantages", "rewards"])

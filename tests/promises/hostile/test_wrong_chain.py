@@ -12,6 +12,7 @@ from streamadv.run import Run
 from streamadv.status import read_status
 from streamadv.status.causes import reasons_of
 from streamadv.store.connection import Connection
+from streamadv.store.reasons import listed
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import delivered_batch, group_all, join, ledger, next_batch, problems, pushed_run, working
@@ -22,7 +23,9 @@ KL = {"kl": {"coefficient": 0.1}, "estimator": "reinforce"}
 
 
 def failing(run: Run) -> str:
-    return "; ".join(str(reason) for reason in reasons_of(read_status(run)) if reason.name == "failing_chain")
+    return listed(
+        [reason for reason in reasons_of(read_status(run)) if reason.name == "failing_chain"], run.name
+    )
 
 
 def supplied(*_: object) -> NoReturn:
@@ -89,10 +92,12 @@ def test_what_a_checkpoint_holds_keeps_its_chain(fake: Connection, caplog: pytes
 
 def test_other_ranks_wait_for_the_new_names(fake: Connection) -> None:
     run = pushed_run(fake, "r", 2, finish=True)
-    old = TrainerQueue(fake, "r", batch_groups=2, chain="grpo")
+    old = TrainerQueue(fake, "r", batch_groups=2, chain="grpo", commit="each_batch")
     assert next_batch(old, run) is not None
     ranks = [
-        TrainerQueue(fake, "r", batch_groups=2, chain="rloo", rank=rank, world_size=2, job="new")
+        TrainerQueue(
+            fake, "r", batch_groups=2, chain="rloo", rank=rank, world_size=2, job="new", commit="each_batch"
+        )
         for rank in range(2)
     ]
     ranks[0].open()
@@ -107,7 +112,9 @@ def test_other_ranks_wait_for_the_new_names(fake: Connection) -> None:
 def test_a_rank_with_another_chain_says_so(fake: Connection) -> None:
     run = pushed_run(fake, "r", 2)
     ranks = [
-        TrainerQueue(fake, "r", batch_groups=2, chain=chain, rank=rank, world_size=2, job="j")
+        TrainerQueue(
+            fake, "r", batch_groups=2, chain=chain, rank=rank, world_size=2, job="j", commit="each_batch"
+        )
         for rank, chain in enumerate(("grpo", "rloo"))
     ]
     delivered_batch(ranks[0], run)
@@ -118,7 +125,9 @@ def test_a_rank_with_another_chain_says_so(fake: Connection) -> None:
 def test_the_same_chain_keeps_its_batches(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
     run = pushed_run(fake, "r", 4, finish=True)
     for _ in range(2):
-        queue = TrainerQueue(fake, "r", batch_groups=2, chain=KL, late={"ref_log_probs": supplied})
+        queue = TrainerQueue(
+            fake, "r", batch_groups=2, chain=KL, late={"ref_log_probs": supplied}, commit="each_batch"
+        )
         names_batches(queue, run).close()
     assert "named again" not in caplog.text
     assert join(fake, "r").connection.scripts.hlen(run.keys.home.batches) == 2

@@ -175,7 +175,7 @@ def test_a_thread_reads_while_another_trains(redis_url: str, run: str) -> None:
 
 def test_a_wrong_mode_is_named() -> None:
     with pytest.raises(SettingError, match="mark is 'never', needs 'auto' or 'explicit'"):
-        TrainerQueue("redis://localhost:1", mark="never")  # type: ignore[arg-type]
+        TrainerQueue("redis://localhost:1", mark="never", commit="each_batch")  # type: ignore[arg-type]
 
 
 def test_a_server_that_is_replaced_twice_while_a_batch_is_committed(

@@ -33,6 +33,7 @@ from streamadv.store.retry import RETRYABLE
 from streamadv.trainer import supply
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.reader import BatchReader
 from tests.support import (
     Forward,
     compute_all,
@@ -474,6 +475,48 @@ def test_a_batch_whose_naming_was_lost_reaches_the_other_ranks_as_it_was(
     assert (theirs.id, groups_of(theirs)) == (mine.id, groups_of(mine))
 
 
+@pytest.mark.parametrize(
+    ("mark", "commit", "knows_epoch"),
+    [
+        *(("auto", "manual", False), ("auto", "each_batch", False)),
+        *(("explicit", "manual", False), ("explicit", "each_batch", False), ("explicit", "manual", True)),
+    ],
+)
+def test_a_rank_is_told_of_a_batch_that_is_named_again_with_other_groups(
+    server_of_job: Server, run: str, mark: Any, commit: Any, knows_epoch: bool
+) -> None:
+    """It has the batch, the server loses the naming and a group, and rank 0 has trained and committed another one.
+
+    knows_epoch: by a record that rank 0 has written between two reads of this rank.
+    """
+    server, connection = server_of_job, server_of_job.connection
+    joined = filled(connection, run, 1, finish=False)
+    leader, other = ranks_of(joined, 2, prefetch=0, mark=mark, commit=commit)
+    with pytest.raises(NoBatchError):
+        leader.next_batch(timeout=0)  # takes the run
+    server.keep()
+    with producing(connection, run) as producer:
+        push_groups(producer, 1, prefix="lost")
+    group_all(joined)
+    with pytest.raises(NoBatchError):
+        leader.next_batch(timeout=0)  # names the batch
+    compute_all(joined)
+    mine = given(other, joined)
+    server.go_back()
+    with producing(connection, run) as producer:
+        push_groups(producer, 1, prefix="new")
+    theirs = given(leader, joined)
+    assert (mine.version, groups_of(mine)) == (0, ["g0000", "lost0000"])
+    assert (theirs.version, groups_of(theirs)) == (0, ["g0000", "new0000"])
+    leader.trained(theirs)
+    leader.commit(leader.state_dict())
+    if knows_epoch:
+        other._progress.epoch = leader.epoch
+    for call in (lambda: other.trained(mine), lambda: other.next_batch(timeout=0)):
+        with pytest.raises(BatchLostError, match="batch 0, and rank 0 names it again"):
+            call()
+
+
 def test_a_rank_trusts_no_server_that_has_gone_back(server_of_job: Server, run: str) -> None:
     joined = filled(server_of_job.connection, run, 6)
     ranks = ranks_of(joined, 2)
@@ -728,6 +771,27 @@ def test_other_ranks_keep_nothing_of_what_rank_0_has_committed(server_of_job: Se
     again[0].load_state_dict(states[-1])
     assert [ask(queue, joined) for queue in again] == [None, None]
     assert ledger(joined)["trained"] == 80
+
+
+def test_a_rank_hands_out_what_it_has_read_though_the_server_loses_the_record(
+    server_of_job: Server, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = filled(server_of_job.connection, run, 1)
+    ranks = ranks_of(joined, 2, batch_groups=1)
+    first = ask(ranks[0], joined)
+    collect = BatchReader.collect
+
+    def collected(reader: BatchReader) -> Any:
+        batch = collect(reader)
+        if batch is not None:
+            joined.connection.scripts.delete(joined.keys.home.batches)
+        return batch
+
+    monkeypatch.setattr(BatchReader, "collect", collected)
+    second = ask(ranks[1], joined)
+    assert first is not None
+    assert second is not None
+    assert groups_of(second) == groups_of(first)
 
 
 @pytest.mark.parametrize("lost", ["nothing", "the burial"])

@@ -109,7 +109,12 @@ class Roles:
 
     def _train(self, stop: threading.Event) -> None:
         queue = TrainerQueue(
-            self.url, self.run, batch_groups=4, max_staleness=None, chain={"estimator": "reinforce"}
+            self.url,
+            self.run,
+            batch_groups=4,
+            max_staleness=None,
+            chain={"estimator": "reinforce"},
+            commit="each_batch",
         )
         for batch in queue:
             self.trained |= {reference.group_id for reference in batch.references}

@@ -48,7 +48,7 @@ def test_from_producers_to_the_trainer(redis_url: str, run: str, shards: int, ch
         with threads(*stages):
             pushed = push_groups(producer, 20, 3)
             producer.finish()
-            with_queue = TrainerQueue(redis_url, run, batch_groups=6, chain=chain)
+            with_queue = TrainerQueue(redis_url, run, batch_groups=6, chain=chain, commit="each_batch")
             for batch in with_queue:
                 assert problems(joined, deep=False) == []
                 seen += [(line.group_id, line.rollout_index) for line in batch.trajectories()]
@@ -75,7 +75,7 @@ def test_above_maxmemory_the_pipeline_drains(run: str, chain: Any) -> None:
         client.config_set("maxmemory", 1)
         joined = join(Connection(server.url), run)
         group_all(joined)
-        queue = TrainerQueue(Connection(server.url), run, batch_groups=4, chain=chain)
+        queue = TrainerQueue(Connection(server.url), run, batch_groups=4, chain=chain, commit="each_batch")
         while next_batch(queue, joined) is not None:
             joined = join(Connection(server.url), run)
         assert ledger(joined)["trained"] == 12
@@ -102,7 +102,7 @@ def test_every_script_may_be_sent_twice(
         group_all(run)
         make_overdue(run, "open")
         producer.finish()
-        queue = TrainerQueue(fake, "r", batch_groups=4, chain=chain)
+        queue = TrainerQueue(fake, "r", batch_groups=4, chain=chain, commit="each_batch")
         seen: list[str] = []
         while (batch := next_batch(queue, run)) is not None:
             assert problems(run) == []
@@ -125,7 +125,7 @@ def test_a_restart_of_the_server_stops_nobody(tmp_path: Path, run: str) -> None:
         taken = threading.Semaphore(0)
 
         def train(stop: threading.Event) -> None:
-            for batch in TrainerQueue(url, run, batch_groups=3):
+            for batch in TrainerQueue(url, run, batch_groups=3, commit="each_batch"):
                 seen.extend((line.group_id, line.rollout_index) for line in batch.trajectories())
                 taken.release()
 
@@ -178,7 +178,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
         push_groups(producer, 6)
         joined = join(redis_url, run)
         group_all(joined)
-        queue = TrainerQueue(redis_url, run, batch_groups=1, prefetch=5)
+        queue = TrainerQueue(redis_url, run, batch_groups=1, prefetch=5, commit="each_batch")
         with pytest.raises(Exception, match="no new group"):
             queue.next_batch(timeout=0)
         with pytest.raises(ZeroDivisionError):
@@ -210,7 +210,7 @@ def test_a_worker_survives_an_outage_while_it_counts_tries(
         joined = join(redis_url, run)
         group_all(joined)
         with threads(lambda stop: run_worker(join(redis_url, run), stop, device="cpu", lease_s=0.2)):
-            queue = TrainerQueue(redis_url, run, batch_groups=2)
+            queue = TrainerQueue(redis_url, run, batch_groups=2, commit="each_batch")
             batch = queue.next_batch(timeout=30)
             assert batch is not None
             assert (batch.num_trajectories, next(away, None)) == (4, None)

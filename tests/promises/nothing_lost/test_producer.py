@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,15 +18,18 @@ import pytest
 import redis
 
 import streamadv
+from streamadv import forks
 from streamadv.errors import Busy, ManifestMismatchError, ProducerClosedError
-from streamadv.producer import Producer, logic
+from streamadv.producer import Producer, Ticket, logic
 from streamadv.producer import producer as producer_module
 from streamadv.run.manifest import RunSettings
+from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import refusals, until
 from tests.support import (
+    delivered_batch,
     ends,
     group_all,
     join,
@@ -181,7 +185,7 @@ def test_a_producer_that_closes_late_does_not_speak_for_its_successor(
     """A restarted process of one name, while the old one still winds up."""
     with producing(redis_url, run) as other:
         other.finish()
-    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    queue = TrainerQueue(redis_url, run, batch_groups=1, commit="each_batch")
     old = Producer(redis_url, run, name="rollouts-0").open()
     with Producer(redis_url, run, name="rollouts-0") as new:
         if last_words == "finish":
@@ -195,7 +199,7 @@ def test_a_producer_that_closes_late_does_not_speak_for_its_successor(
 
 
 def test_the_name_of_a_producer_that_has_gone_is_free(redis_url: str, run: str) -> None:
-    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    queue = TrainerQueue(redis_url, run, batch_groups=1, commit="each_batch")
     for _ in range(2):
         with Producer(redis_url, run, name="rollouts-0") as producer:
             assert not ends(queue)
@@ -207,7 +211,7 @@ def test_the_name_of_a_producer_that_has_gone_is_free(redis_url: str, run: str) 
 def test_a_forked_child_does_not_speak_for_its_parent(redis_url: str, run: str, last_words: str) -> None:
     with producing(redis_url, run) as other:
         other.finish()
-    queue = TrainerQueue(redis_url, run, batch_groups=1)
+    queue = TrainerQueue(redis_url, run, batch_groups=1, commit="each_batch")
     with Producer(redis_url, run) as producer:
         if (child := os.fork()) == 0:
             status = 1
@@ -227,6 +231,124 @@ def test_a_forked_child_does_not_speak_for_its_parent(redis_url: str, run: str, 
         assert next_batch(queue, join(redis_url, run)) is not None
         assert not ends(queue)
         push_groups(producer, 1, prefix="more")
+
+
+def test_a_forked_child_finds_no_lock_held(redis_url: str, run: str) -> None:
+    """Another thread of its parent may be anywhere in a call while it forks."""
+    with Producer(redis_url, run) as producer:
+        push_groups(producer, 1)
+        locks = [lock for lock in forks._renewed if hasattr(lock, "acquire")]
+
+        def hold_all(stop: threading.Event) -> None:
+            for lock in locks:
+                lock.acquire()
+            held.set()
+            stop.wait()
+            for lock in locks:
+                lock.release()
+
+        held = threading.Event()
+        with threads(hold_all):
+            held.wait()
+            if (child := os.fork()) == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(60)
+                status = 1
+                try:
+                    assert push_groups(producer, 1, prefix="child") == ["child0000"]
+                    producer.close()
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_that_begin_at_once_in_a_forked_child_start_one_heartbeat(fake: Connection) -> None:
+    def start_rollouts() -> int:
+        others: list[threading.Thread] = []
+
+        def forget_ahead() -> None:
+            """Another thread starts its rollout meanwhile; it waits if it is to wait."""
+            if not others:
+                others.append(threading.Thread(target=rollouts[1]._start))
+                others[0].start()
+                others[0].join(0.2)
+
+        producer._logic.admission.forget_ahead = forget_ahead  # type: ignore[method-assign]
+        rollouts[0]._start()
+        others[0].join(60)
+        return sum(thread.name == "streamadv-heartbeat" for thread in threading.enumerate())
+
+    with producing(fake, "r") as producer:
+        rollouts = list(producer.begin_group(2))
+        if (child := os.fork()) == 0:
+            status = 100
+            try:
+                status = start_rollouts()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_producer_that_is_opened_in_a_forked_child_is_on_the_list(redis_url: str, run: str) -> None:
+    producer, (said, says) = Producer(redis_url, run), os.pipe()
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            with producer:
+                os.write(says, b"opened" if read_status(join(redis_url, run)).producers else b"missing")
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(said, 100) == b"opened"
+    assert read_status(join(redis_url, run)).producers == []
+
+
+def test_a_forked_child_learns_what_its_parent_does(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no word on the list of producers, also not once its parent has left that."""
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 0.05)
+    queue, joined = TrainerQueue(redis_url, run, batch_groups=1), join(redis_url, run)
+    said, says = os.pipe()
+
+    def play(producer: Producer, ticket: Ticket) -> None:
+        os.write(says, producer.wait_for_weights().uri.encode())
+        rollout = producer.rollout(ticket)
+
+        def version() -> int | None:
+            with rollout:
+                return rollout.model_version
+
+        until(lambda: version() == 1, "the version of the new weights")
+        assert producer.weights == (1, "file:///1")
+        os.write(says, b"version 1")
+        until(lambda: rollout.cancelled, "the end of the run")
+        producer.finish()
+
+    with Producer(redis_url, run) as producer:
+        push_groups(producer, 1)
+        ticket = producer.begin_group(1).tickets[0]
+        if (child := os.fork()) == 0:
+            status = 1
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(120)  # else a child that learns nothing would stay
+            try:
+                play(producer, ticket)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(says)
+        queue.open(weights="file:///0")
+        assert os.read(said, 100) == b"file:///0"
+        queue.trained(delivered_batch(queue, joined), weights="file:///1")
+        assert os.read(said, 100) == b"version 1"
+        producer.close()
+        queue.finish()
+        assert os.waitpid(child, 0)[1] == 0
+    assert read_status(joined).producers == []
+    queue.close()
 
 
 @pytest.mark.parametrize("way", ["cancel", "leave"])
@@ -388,6 +510,23 @@ async def test_a_close_that_is_cancelled_disconnects(redis_url: str, run: str) -
             with pytest.raises(asyncio.CancelledError):
                 await closing
         await asyncio.to_thread(until, lambda: connections_of(client) <= before, "disconnected")
+
+
+def test_a_close_that_is_interrupted_disconnects(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(producer_module, "LEAVE_S", 300.0)  # however late the interrupt comes
+    with redis.Redis.from_url(redis_url) as client:
+        before = connections_of(client)
+        producer = Producer(redis_url, run).open()
+
+        def interrupt(stop: threading.Event) -> None:
+            until(lambda: has_been_asked(client), "it says goodbye")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with holding(client), pytest.raises(KeyboardInterrupt), threads(interrupt):
+            producer.close()
+        until(lambda: connections_of(client) <= before, "disconnected")
 
 
 @pytest.mark.parametrize("group_id", [None, "mine"])

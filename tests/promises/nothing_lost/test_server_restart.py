@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ from streamadv.errors import (
     StreamadvError,
     UndecodableGroupError,
 )
-from streamadv.producer import Producer, encode, resend
+from streamadv.producer import Producer, Ticket, encode, logic, resend
+from streamadv.producer import producer as producer_module
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
@@ -30,7 +34,7 @@ from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import NotNowError
-from streamadv.store.scripts import script_call
+from streamadv.store.scripts import ScriptCall, script_call
 from streamadv.trainer import delivery
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
@@ -38,11 +42,13 @@ from tests.flows import Flow
 from tests.support import (
     compute_all,
     delivered_batch,
+    ends,
     group_all,
     heartbeat,
     join,
     ledger,
     next_batch,
+    now_ms,
     problems,
     producing,
     push_groups,
@@ -57,6 +63,23 @@ pytestmark = pytest.mark.server
 def restart(server: EmbeddedServer) -> None:
     server.kill()
     server.start()
+
+
+class Heard:
+    """What the producers of a run have said since it was asked last, as the list of producers has it."""
+
+    def __init__(self, run: Run) -> None:
+        self._scripts, self._key = run.connection.scripts, run.keys.home.producers
+        self()
+
+    def __call__(self) -> list[str]:
+        said = []
+        for name, value in self._scripts.hgetall(self._key).items():
+            when, state, instance = value.split(b" ")
+            if when != b"1":
+                said.append(state.decode())
+                self._scripts.hset(self._key, name, b" ".join((b"1", state, instance)))
+        return said
 
 
 def test_a_producer_sends_again_what_the_server_forgot(forgetful: EmbeddedServer, run: str) -> None:
@@ -80,6 +103,86 @@ def test_a_producer_sends_nothing_again_to_the_same_server(forgetful: EmbeddedSe
         assert producer.push([trajectory("g0000")]).codes == ["duplicate"]
         producer.finish()
     assert ledger(join(forgetful.url, run))["pushed"] == 4
+
+
+@pytest.mark.parametrize("by", ["heartbeat", "close"])
+def test_a_forked_child_sends_again_what_the_server_forgot(
+    forgetful: EmbeddedServer, run: str, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 0.05 if by == "heartbeat" else 3600.0)
+    (asked, asks), (said, says) = os.pipe(), os.pipe()
+    with Producer(forgetful.url, run) as producer:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                push_groups(producer, 2)
+                os.write(says, b"pushed")
+                os.close(asks)
+                os.read(asked, 1)  # until its parent has closed it
+                if by == "close":
+                    producer.close()
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(asked)
+        os.close(says)
+        assert os.read(said, 100) == b"pushed"
+        restart(forgetful)
+        joined = join(forgetful.url, run)
+        if by == "heartbeat":
+            until(lambda: ledger(joined)["pushed"] == 4, "what the child had pushed")
+        os.close(asks)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ledger(joined)["pushed"] == 4
+
+
+def seconds_later(run: Run, group_id: str, other: str) -> float:
+    """How much later than the other open group this one will end."""
+    one, two = (run.connection.scripts.zscore(run.keys.home.open, name) for name in (group_id, other))
+    assert one is not None
+    assert two is not None
+    return (one - two) / 1000
+
+
+@pytest.mark.parametrize("way", ["plain", "record", "fail", "cancel", "sent again", "elsewhere"])
+def test_a_group_that_the_server_forgot_has_its_own_deadline_again(
+    forgetful: EmbeddedServer, run: str, way: str
+) -> None:
+    with producing(forgetful.url, run, {"group_deadline_s": 3.0}) as producer:
+        group = producer.begin_group(2, group_id="long", deadline_s=600)
+        ticket = group.tickets[0].to_json()
+        if way == "sent again":
+            group.push([{"rollout_index": 0, "input_ids": [1], "response_mask": [1], "reward": 1.0}])
+        restart(forgetful)
+        heartbeat(producer)
+        if way == "plain":
+            group.push([{"rollout_index": 0, "input_ids": [1], "response_mask": [1], "reward": 1.0}])
+        elif way == "record":
+            group.push([trajectory("long", 0, 2)])
+        elif way == "fail":
+            next(iter(group)).fail()
+        elif way == "cancel":
+            group.cancel(indices=[1])
+        elif way == "elsewhere":
+            with producing(forgetful.url, run) as other:
+                rollout = other.rollout(Ticket.from_json(ticket))
+                rollout.push(input_ids=[1], response_mask=[1], reward=1.0)
+        producer.begin_group(2, group_id="short")
+        assert seconds_later(join(forgetful.url, run), "long", "short") > 500
+
+
+def test_a_later_deadline_that_the_server_forgot_is_asked_for_again(
+    forgetful: EmbeddedServer, run: str
+) -> None:
+    with producing(forgetful.url, run, {"group_deadline_s": 3.0}) as producer:
+        group = producer.begin_group(2, group_id="long")
+        group.push([{"rollout_index": 0, "input_ids": [1], "response_mask": [1], "reward": 1.0}])
+        assert group.touch(600)
+        assert not producer.touch("none", 600)
+        restart(forgetful)
+        heartbeat(producer)
+        producer.begin_group(2, group_id="short")
+        assert seconds_later(join(forgetful.url, run), "long", "short") > 500
 
 
 def test_without_a_window_nothing_is_sent_again(forgetful: EmbeddedServer, run: str) -> None:
@@ -216,6 +319,123 @@ def test_a_cancellation_that_the_server_forgot_waits_for_room(forgetful: Embedde
         assert ledger(join(forgetful.url, run))["dropped"] == {"cancelled": 3}
 
 
+def test_a_producer_that_has_finished_is_open_again_until_the_server_has_what_it_lost(
+    forgetful: EmbeddedServer, run: str
+) -> None:
+    """Else the run would end between two groups that are sent again one by one, as pacing admits them."""
+    with Producer(forgetful.url, run) as producer:
+        push_groups(producer, 3, size=1)
+        producer.finish()
+        restart(forgetful)
+        options: Any = {"batch_groups": 1, "max_staleness": 0, "prefetch": 0, "commit": "each_batch"}
+        queue = TrainerQueue(forgetful.url, run, **options).open()
+        joined = join(forgetful.url, run)
+        for k in range(3):
+            heartbeat(producer)
+            batch = delivered_batch(queue, joined)
+            queue.trained(batch)
+            assert k == 2 or not ends(queue), "groups are yet to come"
+        heartbeat(producer)
+        assert ends(queue)
+        assert ledger(joined)["trained"] == 3
+        assert problems(joined) == []
+
+
+def test_a_finished_producer_says_open_before_it_sends_again_to_one_shard(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The home shard's server may have kept that it has finished, while that of another shard has lost its pushes."""
+    listed: list[str] = []
+    transact = producer_module.run_transaction
+
+    def listening(*arguments: Any) -> Any:
+        listed.extend(heard())
+        return transact(*arguments)
+
+    with producing(redis_url, run, {"shards": 2}) as producer:
+        push_groups(producer, 2, size=1)
+        producer.finish()
+        heard = Heard(join(redis_url, run))
+        monkeypatch.setattr(producer_module, "run_transaction", listening)
+        heartbeat(producer)
+        assert listed == []
+        monkeypatch.setattr(producer_module, "server_ids", lambda _, shards: ["another"] * len(shards))
+        heartbeat(producer)
+        assert listed == ["open"]
+        assert heard() == ["finished"]
+
+
+@pytest.mark.parametrize(
+    ("state", "away"),
+    [*product(["open", "finished"], ["manifest", "server_id"]), ("open", "withdraw")],
+)
+def test_a_producer_is_heard_at_home_while_another_shard_is_away(
+    redis_url: str, run: str, away: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat comes before what other servers of a cluster have to answer: the manifest's, those of groups."""
+    run_script, server_ids = producer_module.run_script, producer_module.server_ids
+
+    def ask(client: Any, call: ScriptCall) -> Any:
+        if call.script.name == away:
+            raise redis.exceptions.ConnectionError("away")
+        return run_script(client, call)
+
+    def ask_ids(connection: Connection, shards: Sequence[ShardKeys]) -> Any:
+        if away == "server_id":
+            raise redis.exceptions.ConnectionError("away")
+        return server_ids(connection, shards)
+
+    with producing(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        with closing(producer.groups(1)) as groups:  # asks for one more, which is to be withdrawn then
+            next(iter(next(groups))).push(input_ids=[1, 2], response_mask=[0, 1], reward=1.0)
+        if state == "finished":
+            producer.finish()
+        heard = Heard(joined)
+        monkeypatch.setattr(producer_module, "run_script", ask)
+        monkeypatch.setattr(producer_module, "server_ids", ask_ids)
+        with pytest.raises(redis.exceptions.ConnectionError):
+            producer._drive(producer._logic.heartbeat(), patient=False)
+        assert heard() == [state]
+        monkeypatch.undo()
+
+
+def test_a_heartbeat_above_maxmemory_does_not_wait_for_room(tmp_path: Path, run: str) -> None:
+    """The server has restarted and may have lost pushes: they are sent again once it takes them."""
+    with (
+        EmbeddedServer(tmp_path, appendfsync="always") as server,
+        redis.Redis.from_url(server.url) as client,
+        Producer(server.url, run) as producer,
+    ):
+        push_groups(producer, 3)
+        producer.begin_group(2).cancel(1)
+        restart(server)
+        client.config_set("maxmemory", 1)
+        joined = join(server.url, run)
+        beaten = threading.Semaphore(0)
+
+        def beat(stop: threading.Event) -> None:
+            for _ in range(2):
+                before = now_ms(joined)
+                heartbeat(producer)
+                [said] = joined.connection.scripts.hvals(joined.keys.home.producers)
+                assert int(said.split(b" ")[0]) >= before
+                beaten.release()
+
+        try:
+            with threads(beat):
+                for _ in range(2):
+                    assert beaten.acquire(timeout=30), "it waits inside"
+        finally:
+            client.config_set("maxmemory", 0)
+        with pytest.raises(Busy, match="no room yet for groups that the server has lost"):
+            producer.begin_group(2, timeout=0)
+        heartbeat(producer)
+        producer.begin_group(2, timeout=0)
+        assert ledger(joined)["pushed"] == 7
+        assert problems(joined) == []
+
+
 def test_a_trainer_that_settled_on_a_server_that_is_not_the_one(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +484,7 @@ def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> Non
     joined = pushed_run(redis_url, run, 2)
     group_all(joined)
     with pytest.raises(NoBatchError):
-        TrainerQueue(redis_url, run, batch_groups=2, chain=chain).next_batch(timeout=0)
+        TrainerQueue(redis_url, run, batch_groups=2, chain=chain, commit="each_batch").next_batch(timeout=0)
     compute_all(joined)
     keys, scripts = joined.keys.home, joined.connection.scripts
     [(k, _)] = scripts.hgetall(keys.batches).items()
@@ -314,7 +534,7 @@ def test_a_server_replaced_in_the_middle_of_a_delivery_is_no_fault_of_the_data(
     monkeypatch.setattr(Run, "server_ids_with", lambda _, pipe: ([server], pipe.execute()))
     joined = pushed_run(redis_url, run, 2)
     group_all(joined)
-    queue = TrainerQueue(redis_url, run, batch_groups=2)
+    queue = TrainerQueue(redis_url, run, batch_groups=2, commit="each_batch")
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     compute_all(joined)

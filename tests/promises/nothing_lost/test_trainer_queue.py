@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from streamadv import metrics
 from streamadv.algorithms import build_chain, expand, run_chain
 from streamadv.errors import EpochFencedError, NoBatchError, SettingError
+from streamadv.metrics import instruments
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.store.connection import Connection
+from streamadv.trainer.marks import Marks
 from streamadv.trainer.microbatch import Batch, MicroBatch
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.reader import BatchReader
+from streamadv.trainer.supply import Supply
 from streamadv.trajectory.columns import EXTRA_DTYPES
 from tests.support import (
     delivered_batch,
@@ -27,13 +33,14 @@ from tests.support import (
     next_batch,
     problems,
     push_groups,
+    pushed_run,
     trajectory,
 )
 from tests.unit.algorithms.reference import pack
 
 
 def queue_of(run: Run, **options: Any) -> TrainerQueue:
-    options = {"batch_groups": 2, "prefetch": 0, "max_staleness": None, **options}
+    options = {"commit": "each_batch", "batch_groups": 2, "prefetch": 0, "max_staleness": None, **options}
     return TrainerQueue(run.connection, run.name, **options)
 
 
@@ -389,6 +396,36 @@ def test_groups_of_a_future_that_was_rolled_back_are_dropped(
     assert line.startswith("batch 1: 2 groups are not trained on: rolled_back, played with versions ")
 
 
+def test_groups_of_a_future_that_was_rolled_back_are_trained_on_if_they_are_kept(
+    producer: Producer, joined: Run
+) -> None:
+    push_groups(producer, 1)
+    first = queue_of(joined, batch_groups=1, commit="manual", max_staleness=10)
+    batch = delivered_batch(first, joined)
+    state = {**first.state_dict(), "version": 0, "groups": []}
+    first.trained(batch)
+    push_groups(producer, 1, prefix="future", model_version=1)
+    again = queue_of(joined, commit="manual", max_staleness=10, keep_rolled_back=True)
+    again.load_state_dict(state)
+    push_groups(producer, 1, prefix="new", model_version=0)
+    seen = {group for _ in range(2) for group, _ in members(next_batch(again, joined))}
+    assert seen == {"g0000", "future0000", "new0000"}
+    assert ledger(joined)["dropped"] == {}
+
+
+def test_with_each_batch_a_batch_comes_no_more_once_the_next_one_was_asked_for(
+    producer: Producer, joined: Run
+) -> None:
+    """Nothing was saved, and the job dies."""
+    push_groups(producer, 6)
+    first = queue_of(joined)
+    one, two = delivered_batch(first, joined), delivered_batch(first, joined)
+    assert ledger(joined)["trained"] == 4
+    again = delivered_batch(queue_of(joined), joined)
+    assert members(again) == members(two)
+    assert not set(members(again)) & set(members(one))
+
+
 def test_an_older_trainer_is_fenced(
     producer: Producer, joined: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,7 +435,7 @@ def test_an_older_trainer_is_fenced(
     new = queue_of(joined, commit="manual")
     again = delivered_batch(new, joined)
     assert members(again) == members(batch)
-    for attempt in (lambda: old.trained(batch), old.next_batch):
+    for attempt in (lambda: old.trained(batch), old.next_batch, lambda: old.commit(old.state_dict())):
         with pytest.raises(EpochFencedError):
             attempt()
     assert "the server is not the one it was" not in caplog.text
@@ -452,6 +489,29 @@ def test_two_ranks_see_disjoint_parts_that_make_the_whole(producer: Producer, jo
     assert next_batch(follower, joined) is None
     assert ledger(joined)["trained"] == 15
     assert problems(joined) == []
+
+
+def test_a_rank_gets_the_batch_that_rank_0_commits_while_it_computes_late_columns(
+    producer: Producer, joined: Run
+) -> None:
+    push_groups(producer, 2)
+    committed: list[Batch] = []
+
+    def slow_values(mb: MicroBatch) -> torch.Tensor:
+        if not committed:
+            committed.append(mine)
+            with pytest.raises(NoBatchError):
+                leader.next_batch(timeout=0)  # mark="auto", commit="each_batch"
+        return values_of(mb)
+
+    leader = queue_of(joined, world_size=2, late={"values": values_of})
+    late: Mapping[str, Any] = {"values": slow_values}
+    follower = queue_of(joined, rank=1, world_size=2, late=late, epoch=leader.epoch)
+    mine = delivered_batch(leader, joined)
+    theirs = delivered_batch(follower, joined)
+    assert committed
+    assert (theirs.version, theirs.id) == (mine.version, mine.id)
+    assert ledger(joined)["trained"] == 4
 
 
 @pytest.mark.parametrize("chain", ["grpo", {"estimator": "gae"}])
@@ -524,3 +584,56 @@ def test_fake_servers_do_too(fake: Connection) -> None:
         batch = delivered_batch(queue_of(run), run)
         assert batch.num_trajectories == 4
         assert group_all(run) == []
+
+
+def delivered_tokens() -> float:
+    """As this process counts them."""
+    (family,) = instruments.DELIVERED_TOKENS.collect()
+    return family.samples[0].value
+
+
+class Timer(Exception):
+    pass
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Timer])
+@pytest.mark.parametrize("place", ["hand_out", "_prepare_next", "delivered", "next_batch", "wait"])
+def test_a_batch_that_an_interrupt_keeps_from_the_loop_is_given_again(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, place: str, interrupt: type[BaseException]
+) -> None:
+    """A notebook's Ctrl-C, a timer: the loop goes on by the next call, and nothing is counted twice."""
+    run = pushed_run(fake, "r", 2, finish=True)
+    queue = queue_of(run, commit="manual", batch_groups=1)
+    interrupts = [interrupt]
+
+    def strike() -> None:
+        if interrupts and queue._progress.delivered:
+            raise interrupts.pop()
+
+    owner: Any = {"hand_out": BatchReader, "delivered": Marks, "wait": metrics}.get(place, Supply)
+    genuine: Any = getattr(owner, place)
+
+    def interrupted(*args: Any) -> Any:
+        result = genuine(*args)
+        strike()
+        return result
+
+    @contextmanager
+    def left(stage: str) -> Iterator[None]:
+        with genuine(stage):
+            yield
+        strike()
+
+    monkeypatch.setattr(owner, place, left if place == "wait" else interrupted)
+    before = delivered_tokens()
+    with pytest.raises(interrupt):
+        next_batch(queue, run)
+    assert queue.state_dict()["version"] == 0
+    given = [queue.next_batch(timeout=0), next_batch(queue, run)]
+    assert [batch.metrics["ledger/pushed"] for batch in given if batch is not None] == [4, 4]
+    assert delivered_tokens() == before + sum(batch.num_tokens for batch in given if batch is not None)
+    assert [batch.version for batch in given if batch is not None] == [0, 1]
+    assert next_batch(queue, run) is None
+    queue.commit(queue.state_dict())
+    assert ledger(run)["trained"] == 4
+    assert problems(run) == []

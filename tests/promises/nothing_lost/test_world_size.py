@@ -87,11 +87,11 @@ def test_another_world_size_after_a_restart(redis_url: str, run: str, before: in
 
 
 def test_a_rank_of_another_world_size_is_refused(fake: Connection) -> None:
-    leader = TrainerQueue(fake, "r", rank=0, world_size=2, job="job1").open()
-    other = TrainerQueue(fake, "r", rank=1, world_size=3, job="job1")
+    leader = TrainerQueue(fake, "r", rank=0, world_size=2, job="job1", commit="each_batch").open()
+    other = TrainerQueue(fake, "r", rank=1, world_size=3, job="job1", commit="each_batch")
     with pytest.raises(SettingError, match="world_size is 3, rank 0 of job job1 has 2: give every rank"):
         other.next_batch(timeout=0)
-    same = TrainerQueue(fake, "r", rank=1, world_size=2, job="job1").open()
+    same = TrainerQueue(fake, "r", rank=1, world_size=2, job="job1", commit="each_batch").open()
     assert same.epoch == leader.epoch
     for queue in (leader, other, same):
         queue.close()

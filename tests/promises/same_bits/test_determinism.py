@@ -58,7 +58,9 @@ def advantages(
             producer.push([item])
         run = join(connection, name)
         group_all(run)
-        queue = TrainerQueue(connection, name, batch_groups=6, prefetch=0, chain=chain, pushed=["values"])
+        queue = TrainerQueue(
+            connection, name, batch_groups=6, prefetch=0, chain=chain, pushed=["values"], commit="each_batch"
+        )
         consumers = [consumer_of(run, ADVANTAGE) for _ in range(workers)]
         with pytest.raises(Exception, match="no new group"):
             queue.next_batch(timeout=0)

@@ -63,7 +63,7 @@ def rows_of(world_size: int, at_once: int, shards: int, budget: int | None) -> l
     for rank in range(world_size):
         options: dict[str, Any] = {"rank": rank, "world_size": world_size, "tokens_per_micro_batch": budget}
         options |= {"epoch": ranks[0].epoch if ranks else None, "chain": CHAIN, "pushed": ["values"]}
-        ranks.append(TrainerQueue(connection, "r", batch_groups=len(GROUPS), **options))
+        ranks.append(TrainerQueue(connection, "r", batch_groups=len(GROUPS), commit="each_batch", **options))
     rows: list[Row] = []
     for queue in ranks:
         batch = delivered_batch(queue, run)

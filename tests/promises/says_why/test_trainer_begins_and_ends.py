@@ -10,15 +10,30 @@ from typing import Any
 
 import pytest
 
+from streamadv.errors import StarvedError
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
+from streamadv.store.reasons import REASONS
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import delivered_batch, join, next_batch, producing, push_groups, pushed_run
+from tests.clusters import until
+from tests.support import (
+    delivered_batch,
+    ended,
+    group_all,
+    join,
+    next_batch,
+    producing,
+    push_groups,
+    pushed_run,
+    trajectory,
+)
 
 
 def queue_of(fake: Connection, **options: Any) -> TrainerQueue:
-    return TrainerQueue(fake, "r", **{"batch_groups": 1, "prefetch": 0, "max_staleness": 4, **options})
+    return TrainerQueue(
+        fake, "r", **{"commit": "each_batch", "batch_groups": 1, "prefetch": 0, "max_staleness": 4, **options}
+    )
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -42,7 +57,10 @@ def test_a_run_with_history_and_no_checkpoint(
     next_batch(queue_of(fake), trained)
     assert events(caplog) == ["run_with_history"]
     assert "run r was trained to version 1 before, and no checkpoint is loaded" in caplog.text
-    assert "load_state_dict" in caplog.text
+    assert (
+        "queue.resume(the folder of its checkpoints), give another run=, or `streamadv runs delete"
+        in caplog.text
+    )
 
 
 def test_a_checkpoint_is_no_news(fake: Connection, trained: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -79,6 +97,33 @@ def test_a_run_that_ended_before_its_trainer_came(
     assert next_batch(late, trained) is None
     assert events(caplog) == ["run_with_history", "ended_without_batch"]
     assert "its producers have finished and no group is left; start producers" in caplog.text
+
+
+def test_a_run_whose_groups_were_all_dropped_ends_with_an_error_that_counts_them(fake: Connection) -> None:
+    with producing(fake, "r", {"zero_variance_filter": True}) as producer:
+        push_groups(producer, 3, reward=1.0)
+        producer.push([ended("failed", index, 2, "failed") for index in range(2)])
+        producer.push([trajectory("asked", index, role="eval") for index in range(2)])
+        producer.finish()
+    run = join(fake, "r")
+    group_all(run)
+    for _ in range(2):  # it is so whenever it is asked
+        with pytest.raises(StarvedError) as caught:
+            queue_of(fake).next_batch()
+        assert str(caught.value) == (
+            "run r has ended at version 0 and nothing was trained: 8 of 8 trajectories were dropped: failed 2, "
+            f"zero_variance 6; {REASONS['filtered'].remedy}; {REASONS['ended_short'].remedy}"
+        )
+
+
+def test_a_run_that_was_only_evaluated_or_not_at_all_ends_without_an_error(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        producer.finish()
+        assert queue_of(fake).next_batch() is None
+        producer.push([trajectory("asked", index, role="eval") for index in range(2)])
+        producer.finish()
+        group_all(join(fake, "r"))
+        assert queue_of(fake).next_batch() is None
 
 
 def test_dropping_earlier_than_pacing_is_told(fake: Connection, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,8 +177,13 @@ def test_an_interrupted_trainer_ends_at_once_and_shows_its_own_line(redis_url: s
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "ready\n"
         joined = join(redis_url, run)
-        while not joined.connection.scripts.hexists(joined.keys.home.session, "settled"):
-            assert trainer.poll() is None
+        until(
+            lambda: (
+                joined.connection.scripts.hexists(joined.keys.home.session, "settled")
+                or trainer.poll() is not None
+            ),
+            "the trainer waits for its batch",
+        )
         trainer.send_signal(signal.SIGINT)
         _, error = trainer.communicate(timeout=240)
     assert trainer.returncode == -signal.SIGINT

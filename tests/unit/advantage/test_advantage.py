@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -12,10 +13,12 @@ import torch
 from redis.client import Pipeline
 from redis.exceptions import ExecAbortError
 
+from streamadv.advantage import worker
 from streamadv.advantage.compute import compute
 from streamadv.advantage.poison import compute_safely, isolate
 from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
 from streamadv.advantage.publish import publish
+from streamadv.advantage.worker import run_worker
 from streamadv.algorithms.device import choose_device
 from streamadv.batch.exclusion import dead_letter_groups
 from streamadv.batch.record import Death, name_batch, read_records
@@ -23,10 +26,20 @@ from streamadv.batch.recovery import undo_batches
 from streamadv.errors import ChainError, NoBatchError, SettingError
 from streamadv.grouping.groups_log import LoggedGroup, read_log
 from streamadv.run import Run
-from streamadv.run.consumer import ADVANTAGE
+from streamadv.run.consumer import ADVANTAGE, Consumer
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import CPU, compute_all, consumer_of, group_all, ledger, problems, pushed_run
+from tests.support import (
+    CPU,
+    compute_all,
+    consumer_of,
+    group_all,
+    join,
+    ledger,
+    problems,
+    producing,
+    pushed_run,
+)
 
 TOKENS: Any = {"estimator": "reinforce", "gamma": 0.9, "whiten_advantages": True}
 
@@ -37,7 +50,9 @@ def named(request: pytest.FixtureRequest, fake: Connection) -> Run:
     run = pushed_run(fake, "r", 4)
     group_all(run)
     with pytest.raises(NoBatchError):
-        TrainerQueue(fake, "r", batch_groups=4, prefetch=0, chain=request.param).next_batch(timeout=0)
+        TrainerQueue(
+            fake, "r", batch_groups=4, prefetch=0, chain=request.param, commit="each_batch"
+        ).next_batch(timeout=0)
     return run
 
 
@@ -108,7 +123,9 @@ def test_work_is_done_without_dead_letters_of_its_batch(named: Run, count: int) 
     dead = {pointer.group_id: Death("compute_error", "") for pointer in record.groups[:count]}
     dead_letter_groups(named, record, dead, 1)
     compute_all(named)
-    batch = TrainerQueue(named.connection, "r", batch_groups=4, prefetch=0, chain=record.chain).next_batch(0)
+    batch = TrainerQueue(
+        named.connection, "r", batch_groups=4, prefetch=0, chain=record.chain, commit="each_batch"
+    ).next_batch(0)
     assert batch is not None
     assert {each.group_id for each in batch.references} == {p.group_id for p in record.groups[count:]}
 
@@ -155,7 +172,7 @@ def test_devices() -> None:
 def test_a_broken_payload_costs_its_group_only(fake: Connection) -> None:
     run = pushed_run(fake, "r", 3)
     group_all(run)
-    queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=TOKENS)
+    queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=TOKENS, commit="each_batch")
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     (entry,) = consumer_of(run, ADVANTAGE).read(1)
@@ -194,3 +211,28 @@ def test_no_failed_group_stays_in_memory(fake: Connection) -> None:
     with pytest.raises(ChainError, match="the chain fails by itself: TypeError: column of 9"):
         isolate(run, groups, lambda _: fail(TypeError))
     assert [column() for column in held] == [None] * 6
+
+
+def test_a_worker_that_is_told_to_end_does_not_wait_for_ever_for_the_server(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads, answers, stop = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(*_: Any, **__: Any) -> list[Any]:
+        reads.set()
+        answers.wait()
+        return []
+
+    monkeypatch.setattr(worker, "SHUTDOWN_S", 0.1)
+    monkeypatch.setattr(Consumer, "read", hang)
+    with producing(fake, "r"):
+        ending = threading.Thread(target=run_worker, args=(join(fake, "r"), stop), kwargs={"device": "cpu"})
+        ending.start()
+        reads.wait()
+        stop.set()
+        ending.join(60)
+        try:
+            assert not ending.is_alive()
+            assert "ends without the server's reply to its last read" in caplog.text
+        finally:
+            answers.set()

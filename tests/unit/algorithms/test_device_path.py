@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from streamadv.advantage.compute import lay_out
 from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
 from streamadv.algorithms.estimators.gae import gae_scan
-from streamadv.algorithms.kernels import compiler
-from streamadv.algorithms.off_policy import at_level
+from streamadv.algorithms.kernels import loops
 from streamadv.algorithms.packing import pack_members
 from streamadv.algorithms.registry import get_estimator
-from streamadv.algorithms.segments import moments
 from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
-from streamadv.algorithms.trainable import spread_rows, tokens_where
+from streamadv.algorithms.trainable import tokens_where
 from streamadv.algorithms.turns import turn_mean, turn_returns
 from streamadv.algorithms.whitening import whiten
 from streamadv.grouping.layout import Layout
@@ -122,10 +120,6 @@ def test_loops_and_torch_agree_on_any_mask(
         lambda: turn_mean(values, tokens),
         lambda: turn_returns(known, tokens, gamma),
         lambda: credited_rewards(rewards, tokens),
-        lambda: torch.stack(moments(values, tokens.offsets, tokens.mask)[:3]),
-        lambda: at_level("geometric", values, tokens),
-        lambda: spread_rows(tokens.counts.double(), tokens.mask, tokens.offsets)[0],
-        lambda: tokens_where(tokens.mask, tokens.offsets).counts,
     ]
     for call in calls:
         want = call()
@@ -168,8 +162,8 @@ def test_without_a_directory_to_write_the_loops_compile_all_the_same(monkeypatch
             raise RuntimeError("cannot cache function: no locator available")
         return function
 
-    monkeypatch.setattr(compiler, "njit", njit)
-    assert compiler.kernel(len) is len
+    monkeypatch.setattr(loops, "njit", njit)
+    assert loops.kernel(len) is len
 
 
 def test_a_chain_on_nothing_trainable_has_no_metrics_of_tokens() -> None:

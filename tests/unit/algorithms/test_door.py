@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from streamadv import algorithms, padded
 from streamadv.errors import ArgumentError, OptionError, SettingError, TrajectoryError
+from tests.support import some_of
 
 from .door_cases import ENTRIES, RECORDS
 
@@ -77,7 +78,7 @@ def test_every_public_function_has_an_entry() -> None:
     assert public - RECORDS == {name.split(":")[0] for name in ENTRIES}
 
 
-@pytest.mark.parametrize("function", ENTRIES)
+@pytest.mark.parametrize("function", some_of(ENTRIES, 8))
 @pytest.mark.processes
 @pytest.mark.slow
 def test_what_fits_gives_a_result_and_what_does_not_an_error(function: str, children: Children) -> None:

@@ -316,7 +316,7 @@ def test_a_shard_may_learn_of_a_batch_in_parts(
     run, record = named
     shard = run.shard(record.groups[0].shard)
     first = record.in_shard(shard.index)[0]
-    shard.call("apply_batch", [1, record.id, 1, f"{first.entry} {first.trajectories}"])
+    shard.call("apply_batch", [1, record.id, "complete", 1, f"{first.entry} {first.trajectories}"])
     assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (2, 14)
     assert problems(run) == []
     assert not run.connection.scripts.xlen(shard.keys.work)

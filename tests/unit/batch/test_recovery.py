@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from streamadv import clock
 from streamadv.algorithms import build_chain
 from streamadv.batch.exclusion import read_exclusions
 from streamadv.batch.leader import Leader
-from streamadv.batch.progress import Progress
+from streamadv.batch.progress import DURABILITY_WINDOW_S, RETURN_WINDOW_S, Progress
 from streamadv.batch.record import BatchRecord, Death, read_records
 from streamadv.batch.recovery import applied_ids, missing, take_over
 from streamadv.batch.settings import NamingSettings
@@ -71,10 +72,10 @@ def test_a_dead_letter_for_a_lost_batch_is_written_when_the_batch_is_applied_aga
     record = leader.batches[0].record
     group_id = record.groups[1].group_id
     lose_application(run, record)
-    assert leader.dead_letter(record, {group_id: Death("crashed", "")}).dead == {group_id}
+    assert leader.dead_letter(record, {group_id: Death("compute_error", "")}).dead == {group_id}
     assert ledger(run)["dead"] == {}
     take_over(run, SETTINGS, progress)
-    assert ledger(run)["dead"] == {"crashed": 2}
+    assert ledger(run)["dead"] == {"compute_error": 2}
     assert read_exclusions(run, record.id, record.groups).dead == {group_id}
     assert missing(run, record) == []
     assert problems(run) == []
@@ -143,3 +144,18 @@ def test_a_group_that_comes_back_before_its_batch_is_trained_is_not_named_again(
     leader.name_ahead(True)
     assert sorted(leader.batches) == [0, 1]
     assert leader.dropped.figures()["dropped/trained/unknown/groups"] == 1
+
+
+def test_groups_of_batches_named_before_a_server_was_replaced_are_remembered_for_long(run: Run) -> None:
+    """That server may lack them, and their producers push them again later than it could lose a commit."""
+    progress = Progress()
+    leader = begin(run, progress)
+    group_ids = [pointer.group_id for pointer in leader.batches[0].record.groups]
+    progress.deliver(leader.batches[0].record)
+    progress.servers_replaced()
+    progress.train(leader.batches[0].record)
+    progress.commit(1)
+    progress.servers_confirmed(clock.now() + DURABILITY_WINDOW_S + 1, True)
+    assert progress.groups == group_ids
+    progress.servers_confirmed(clock.now() + RETURN_WINDOW_S + 1, True)
+    assert progress.groups == []

@@ -28,7 +28,7 @@ def ended(
     def run(*flags: str, rate: float = 0.9, balanced: bool = True) -> tuple[int, Progress, dict[str, Any]]:
         seen: list[Progress] = []
 
-        def demonstrate(settings: DemoSettings, url: str | None, view: Any, **_: Any) -> Progress:
+        def demonstrate(settings: DemoSettings, *_: Any, **__: Any) -> Progress:
             progress = Progress(settings)
             progress.hear({"kind": "evaluation", "version": 0, "success_rate": rate}, 1.0)
             ledger = Ledger.of({"pushed": 1, "trained": 1})
@@ -38,6 +38,7 @@ def ended(
             return progress
 
         monkeypatch.setattr(supervisor, "demonstrate", demonstrate)
+        monkeypatch.setattr("streamadv.cli.demo.Signals", lambda: None)
         files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
         status = main(["demo", *flags, *files])
         return status, seen[0], json.loads((tmp_path / "demo.json").read_text())

@@ -9,9 +9,10 @@ import numpy as np
 
 from streamadv.grouping.groups_log import LoggedGroup
 from streamadv.trajectory.columns import Array
-from streamadv.trajectory.members import Members, members_of
+from streamadv.trajectory.members import Members
 from streamadv.trajectory.packet import StoredPacket
 from streamadv.trajectory.schema import Trajectory
+from tests.support import members_in
 
 #: Of an extra column that is not per token.
 SHAPE = (2,)
@@ -102,4 +103,4 @@ class StoredGroups:
         columns["pictures"] = np.concatenate([row.extras["pictures"].data for row in rows])
         self.columns[key] = columns
         size = sum(column.nbytes for column in columns.values())
-        return StoredPacket(key, size, 1, tuple(columns), members_of(trajectories, [0] * len(trajectories)))
+        return StoredPacket(key, size, 1, tuple(columns), members_in(trajectories, [0] * len(trajectories)))

@@ -10,8 +10,8 @@ from streamadv.run import Run
 from streamadv.store.calls import run_script, run_transaction
 from streamadv.store.resp import Payloads
 from streamadv.store.scripts import ScriptCall
-from streamadv.trajectory.packet_encoding import encode_packets
 from streamadv.trajectory.schema import Trajectory
+from tests.support import packets_of
 
 MB: Final = 1 << 20
 #: max_trajectory_bytes, max_bytes, shards, groups elsewhere, max_staleness, batch_groups, producer, may be new.
@@ -28,7 +28,7 @@ def transaction_of(
     for trajectories in groups:
         first = trajectories[0]
         spec = (first.group_id, f"train {first.group_size} {slots or first.group_size} 3600000 ")
-        pushes.append(GroupPush(spec, 0, encode_packets(trajectories, MB)))
+        pushes.append(GroupPush(spec, 0, packets_of(trajectories, MB)))
     scorer = next(iter(run.manifest.scorers), "")
     return Push(run.keys.home, scorer, limits, pushes).transaction()
 
@@ -58,6 +58,6 @@ def _replies(groups: Sequence[Sequence[Trajectory]], replies: Any) -> list[list[
 
 def in_order(trajectories: Sequence[Trajectory], codes: Sequence[str]) -> list[str]:
     """Codes of packets' members in the order of the trajectories."""
-    positions = [position for packet in encode_packets(trajectories, MB) for position in packet.positions]
+    positions = [position for packet in packets_of(trajectories, MB) for position in packet.positions]
     codes = codes or ["pushed"] * len(positions)  # no word of any: all are
     return [code for _, code in sorted(zip(positions, codes, strict=True))]

@@ -6,18 +6,23 @@ import itertools
 import math
 import random
 import statistics
+import time
 from typing import Any
 
 import pytest
 
+from streamadv.cli.status import lines_of
 from streamadv.errors import Busy, TrajectoryError
+from streamadv.grouping import grouper
 from streamadv.producer import Producer
 from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
+from streamadv.status import read_status
 from streamadv.status.evaluations import Evaluation, newest, read_evaluations
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    consumer_of,
     delivered_batch,
     group_all,
     join,
@@ -36,12 +41,13 @@ COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1]}
 
 def evaluate(producer: Producer, rewards: list[float | None], **options: Any) -> str:
     """One evaluation group with these rewards; None: a rollout that fails."""
+    version = {"model_version": options.pop("version")} if "version" in options else {}
     with producer.group(len(rewards), role="eval", timeout=0, **options) as group:
         for rollout, reward in zip(group, rewards, strict=True):
             if reward is None:
                 rollout.fail()
             else:
-                rollout.push(**COLUMNS, reward=reward)
+                rollout.push(**COLUMNS, reward=reward, **version)
     return group.group_id
 
 
@@ -58,6 +64,9 @@ def test_an_evaluation_group_ends_as_dropped_and_shows_its_rewards(fake: Connect
         assert group_all(run) == ["eval"] * 3
     assert ledger(run)["dropped"] == {"eval": 5, "failed": 3}
     assert ledger(run)["queued"] == 0
+    _, figures, dropped, *_ = lines_of(read_status(run), run.manifest)  # for people it is no loss
+    assert figures.strip().startswith("pushed 8 = trained 0 + evaluated 5 + dropped 3 + dead 0 + queued 0")
+    assert dropped.strip() == "dropped: failed 3"
     assert (logged(run), payload_keys(run), problems(run)) == ({}, [], [])
     math_0, code_0 = shown(run)["math", 0], shown(run)["code", 0]
     assert (math_0.groups, math_0.trajectories, math_0.failed) == (2, 5, 1)
@@ -95,6 +104,19 @@ def test_the_standard_error_of_single_rollouts_is_the_usual_one(fake: Connection
         run = join(fake, "r")
         group_all(run)
     assert shown(run)["", 0].std_error == pytest.approx(statistics.stdev(rewards) / 2)
+
+
+def test_a_take_that_is_repeated_counts_an_evaluation_once(fake: Connection) -> None:
+    """The reply was lost, or a grouper that was thought dead wakes up."""
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("e", index, role="eval", data_source="math") for index in range(2)])
+        entries = consumer_of(run).read(10)
+        assert [grouper.take(run, entries) for _ in range(2)] == [["eval"], []]
+    assert ledger(run)["dropped"] == {"eval": 2}
+    (math_,) = read_evaluations(run)
+    assert (math_.groups, math_.trajectories) == (1, 2)
+    assert problems(run) == []
 
 
 def test_evaluation_is_admitted_while_training_is_not_and_does_not_hold_it_up(fake: Connection) -> None:
@@ -183,6 +205,115 @@ def test_the_version_is_the_oldest_that_its_rollouts_were_played_with(fake: Conn
     assert shown(run)["", 7].failed == 1
 
 
+def rounds(run: Run) -> list[tuple[str | None, str | None, int, float | None]]:
+    """(round, versions, groups with a reward, mean) of each, in their order."""
+    return [(each.round, each.versions, each.groups, each.mean) for each in read_evaluations(run)]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_round_stays_together_when_the_weights_move(fake: Connection, shards: int) -> None:
+    with producing(fake, "r", {"shards": shards}) as producer:
+        run = join(fake, "r")
+        for number in range(8):
+            evaluate(producer, [0.0, 1.0], round="step-100", version=34 + (number == 7))
+        evaluate(producer, [1.0, None], round="step-200", version=(60, 62))
+        evaluate(producer, [1.0], version=34)
+        evaluate(producer, [0.0], version=35)
+        evaluate(producer, [0.5], round="no-version", version=None)
+        group_all(run)
+    assert rounds(run) == [
+        ("no-version", None, 1, 0.5),
+        (None, "34", 1, 1.0),
+        (None, "35", 1, 0.0),
+        ("step-100", "34..35", 8, 0.5),
+        ("step-200", "60..62", 1, 1.0),
+    ]
+    (last,) = newest(read_evaluations(run))
+    assert (last.round, last.oldest_version, last.version) == ("step-200", 60, 62)
+    assert (last.trajectories, last.failed, last.best, last.min, last.max) == (1, 1, 1.0, 1.0, 1.0)
+    assert problems(run) == []
+
+
+def test_rounds_of_one_version_are_in_the_order_of_their_play(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a trainer, for instance, every version is 0."""
+    with producing(fake, "r") as producer:
+        run, begun = join(fake, "r"), time.time()
+        for number, name in enumerate(("b", "a", "c", "b")):
+            monkeypatch.setattr(time, "time", lambda at=begun + number: at)  # the server's clock
+            evaluate(producer, [float(number)], round=name)
+        group_all(run)
+    assert [each.round for each in read_evaluations(run)] == ["a", "c", "b"]
+    assert [each.round for each in newest(read_evaluations(run))] == ["b"]
+
+
+def test_a_round_travels_with_tickets_and_with_records(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        group = producer.begin_group(2, role="eval", round="a", data_source="x y", timeout=0)
+        texts = [ticket.to_json() for ticket in group.tickets]
+        fake.scripts.flushall()  # what is pushed opens the group again, in its round
+        producer._drive(producer._logic.heartbeat())
+        producer.rollout(Ticket.from_json(texts[0])).push(**COLUMNS, reward=0.5)
+        producer.rollout(Ticket.from_json(texts[1])).push(
+            **COLUMNS, reward=0.5, status="truncated", rewards={}
+        )
+        producer.push([trajectory("b", 0, 1, role="eval", round="b")])
+        producer.push([trajectory("bare", 0, 1, role="eval")])
+        next(producer.groups(1, role="eval", round="c")).push(
+            [{**COLUMNS, "reward": 1.0, "rollout_index": 0}]
+        )
+        group_all(run)
+    assert {(each.round, each.data_source) for each in read_evaluations(run)} == {
+        *(("a", "x y"), ("b", ""), (None, ""), ("c", ""))
+    }
+
+
+def test_a_round_is_of_evaluation_and_has_a_name(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        with pytest.raises(TrajectoryError, match=r"round 'a' stands beside role train, needs role eval"):
+            producer.begin_group(1, round="a")
+        for wrong in ("", "step 100", "a\n", "x" * 201, 100):
+            with pytest.raises(TrajectoryError, match=r"^group: round: "):
+                producer.begin_group(1, role="eval", round=wrong)  # type: ignore[arg-type]
+        group = producer.begin_group(1, role="eval", timeout=0)
+        with pytest.raises(TrajectoryError, match=r"round is 'a', group .* None: give it to producer\.group"):
+            next(iter(group)).push(**COLUMNS, reward=1.0, round="a")
+        assert producer.begin_group(1, role="eval", round="ä" * 200, timeout=0).tickets[0].round == "ä" * 200
+
+
+def test_so_many_rounds_are_kept(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        evals, sums = run.keys.home.evals, " ".join(["1"] * 10)
+        stored = {f"round r{i} s{j}": f"{sums} 0 {i} {i}" for i in range(500) for j in range(2)}
+        fake.scripts.hset(evals, mapping=stored)
+        evaluate(producer, [1.0], round="r7", data_source="s0", version=7)
+        group_all(run)
+        assert fake.scripts.hlen(evals) == 1000
+        for name in ("new", "newer"):
+            evaluate(producer, [1.0], round=name, version=500)
+            group_all(run)
+        names = {each.round for each in read_evaluations(run)}
+        assert names == {*(f"r{i}" for i in range(1, 500)), "new", "newer"}
+        evaluate(producer, [1.0], version=0)  # a round that went hides no version
+        group_all(run)
+        assert (None, "0", 1, 1.0) in rounds(run)
+
+
+def test_a_foreign_round_of_a_group_is_not_read(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        for foreign in ("x" * 5000, "two words", ""):
+            group = producer.begin_group(1, role="eval", round="a", timeout=0)
+            fake.scripts.hset(run.keys.home.group(group.group_id), "round", foreign)
+            next(iter(group)).push(**COLUMNS, reward=1.0)
+        group_all(run)
+        fake.scripts.hset(run.keys.home.evals, mapping={"round a": "1", "round b c": "x", "round d ": "1 2"})
+    assert rounds(run) == [(None, "0", 3, 1.0)]
+
+
 def test_roles_are_not_mixed_in_a_group(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
@@ -266,7 +397,7 @@ def test_more_sources_of_one_version_than_are_kept_share_a_name(fake: Connection
 def test_results_of_weights_that_were_taken_back_go(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
-        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0)
+        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0, commit="each_batch")
         state = queue.state_dict()
         for number in range(3):
             producer.push([trajectory(f"t{number}", 0, 1)])
@@ -276,7 +407,7 @@ def test_results_of_weights_that_were_taken_back_go(fake: Connection) -> None:
         under_way = producer.begin_group(1, role="eval", timeout=0)
         group_all(run)
         assert set(shown(run)) == {("", 1), ("", 2), ("", 3)}
-        later = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0)
+        later = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0, commit="each_batch")
         later.load_state_dict({**state, "version": 1})
         assert set(shown(run)) == {("", 1)}
         next(iter(under_way)).push(**COLUMNS, reward=0.0)  # its ticket says 3
@@ -289,4 +420,31 @@ def test_results_of_weights_that_were_taken_back_go(fake: Connection) -> None:
         group_all(run)
         assert set(shown(run)) == {("", 1), ("", 3)}
     assert ledger(run)["dropped"]["eval"] == 6
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_rounds_of_weights_that_were_taken_back_go_whole(fake: Connection, shards: int) -> None:
+    with producing(fake, "r", {"shards": shards}) as producer:
+        run = join(fake, "r")
+        queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0)
+        state = queue.state_dict()
+        for number in range(8):
+            evaluate(producer, [0.0], round="kept", version=(0, 1))
+            evaluate(producer, [0.0], round="gone", version=3 if number == 7 else 0)
+            evaluate(producer, [0.5], round="gone", data_source="other", version=0)
+        evaluate(producer, [0.5], round="no-version", version=None)
+        under_way = producer.begin_group(1, role="eval", round="gone", timeout=0)
+        group_all(run)
+        later = TrainerQueue(fake, "r", batch_groups=1, max_staleness=None, prefetch=0)
+        later.load_state_dict({**state, "version": 1})
+        assert rounds(run) == [("no-version", None, 1, 0.5), ("kept", "0..1", 8, 0.0)]
+        next(iter(under_way)).push(**COLUMNS, reward=0.0, model_version=(1, 2))
+        evaluate(producer, [1.0], round="gone", version=2)  # played again, under the new epoch
+        group_all(run)
+        assert rounds(run) == [
+            ("no-version", None, 1, 0.5),
+            ("kept", "0..1", 8, 0.0),
+            ("gone", "2", 1, 1.0),
+        ]
     assert problems(run) == []

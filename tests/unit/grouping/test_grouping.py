@@ -503,7 +503,7 @@ class Pipeline:
         group = self.groups.get(group_id)
         if group is None or group.letter or not group.pushed:
             return
-        make_overdue(self.run, group_id, now_ms(self.run) - 1 if watermark else 1)
+        make_overdue(self.run, group_id, now_ms(self.run) - 1 if watermark else -(10**15))
         if watermark and self.stream:
             make_overdue(self.run, group_id, now_ms(self.run))
         housekeeping.expire(self.run, self.run.home)

@@ -14,6 +14,10 @@ from streamadv.grouping.groups_log import NO_VERSION, LoggedGroup, parse_groups
 from streamadv.store.keys import RunKeys
 from streamadv.trajectory.member_table import encode_table
 from streamadv.trajectory.members import HAS_REWARD, MEMBER, NO_STATE, ROW, STEP, Members
+from streamadv.trajectory.reference import references_of
+from streamadv.trajectory.schema import Trajectory
+from tests.support import packets_of, trajectory
+from tests.unit.grouping.layouts import random_trajectory
 
 KEYS = RunKeys("r", (0,))
 SIZE = 10_000  # bytes of every payload
@@ -111,6 +115,60 @@ def test_members_of_a_page_are_those_that_count_in_order(
             [slot.index for slot in slots] for slots in packets
         ]
         assert len(group.members.steps) == (len(group.members) if number in steps else 0)
+
+
+def logged_entry(number: int, trajectories: Sequence[Trajectory], cuts: int) -> dict[bytes, bytes]:
+    """A group with the trajectories in packets of `cuts` members each, all but the first of which count."""
+    packets = [
+        packet
+        for start in range(0, len(trajectories), cuts)
+        for packet in packets_of(trajectories[start : start + cuts])
+    ]
+    masks = ["1" * len(packet.indices) for packet in packets]
+    masks[0] = masks[0].replace("1", "0", len(trajectories) > 1)
+    lines = [
+        f"{KEYS.home.payload(f'{number}-{n}')} {packet.size} 0 {mask}"
+        for n, (packet, mask) in enumerate(zip(packets, masks, strict=True))
+    ]
+    count = "".join(masks).count("1")
+    return {
+        **{b"group_id": b"g%d" % number, b"payloads": "\n".join(lines).encode()},
+        **{
+            b"head": b"64 %d 5 3 0 complete " % count,
+            b"tables": b"".join(packet.table for packet in packets),
+        },
+    }
+
+
+def all_of(group: LoggedGroup) -> list[Any]:
+    """Members of the group and of its packets in words, and what they know by name."""
+    return [
+        (
+            references_of(members, [("g", None)] * len(members)),
+            sorted(members.rewards),
+            {name: counts.tolist() for name, counts in members.entries.items()},
+        )
+        for members in (group.members, *(packet.members for packet in group.packets))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_steps_and_named_numbers_of_a_group_do_not_depend_on_its_page(seed: int) -> None:
+    """Neither states nor names of others show, also where another table of the page is damaged."""
+    rng = np.random.default_rng(seed)
+    groups = [
+        [random_trajectory(rng, f"g{number}", index) for index in range(int(rng.integers(1, 6)))]
+        for number in range(5)
+    ]
+    plain = [trajectory("g5", index, 64) for index in range(3)]
+    entries = [logged_entry(n, items, int(rng.integers(1, 4))) for n, items in enumerate([*groups, plain])]
+    alone = [parse_groups(KEYS, [(0, b"7-0", entry)])[0] for entry in entries]
+    assert [group.problem for group in alone] == [None] * 6
+    damaged = entries[2] | {b"tables": entries[2][b"tables"][:-1]}
+    for page in (entries, [*entries, damaged], [damaged, *entries]):
+        found = [group for group in parse(page) if group.problem is None]
+        assert list(map(all_of, found)) == list(map(all_of, alone))
+        assert [group.sums for group in found] == [group.sums for group in alone]
 
 
 TWO = [[Slot(0, True, 1.0, 5), Slot(1, True, 2.0, 7)]]

@@ -33,13 +33,12 @@ def report_everything() -> None:
     metrics.retried("grouper", "connection")
     metrics.group_recreated("grouper")
     metrics.group_ended("complete", "math", [1.0, 0.0])
-    metrics.producer_pushed(["pushed"])
-    metrics.unscorable("judge", "value")
+    metrics.producer_pushed()
     metrics.work_item_computed([0.5], [3], [1], [0], [2.0], is_weights=[1.0])
     metrics.training_metrics(
         dict.fromkeys([*KL_ESTIMATES, *CLIP_SHARES, "critic/kl_coef", metrics.IS_MEAN], 0.1)
     )
-    metrics.batch_delivered(3, [1], [0], [1], 10, 1, [2.0])
+    metrics.batch_delivered(3, [1], [0], [1], 10, [2.0])
 
 
 def of_processes() -> Iterator[Metric]:
@@ -52,6 +51,6 @@ def label_names() -> dict[str, set[str]]:
     """Every sample name that `/metrics` can show, with its labels."""
     found = {sample.name: set(sample.labels) for family in of_processes() for sample in family.samples}
     found["streamadv_blocked"] = {"stage", "reason"}  # only while somebody is blocked
-    for name, (_, *labels) in exported.FACTS.items():
-        found[exported.PREFIX + name] = set(labels)
+    for name, fact in exported.FACTS.items():
+        found[exported.PREFIX + name] = set(fact.labels)
     return found

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import math
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,15 +23,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from streamadv import metrics
 from streamadv.errors import SettingError
 from streamadv.metrics import endpoints, instruments
-from streamadv.metrics.deadline import Asked
-from streamadv.metrics.histogram import ArrayHistogram
+from streamadv.metrics.collectors import ArrayHistogram
+from streamadv.metrics.endpoints import Asked
 from streamadv.status import exported
 from tests.support import Forward
 
@@ -168,16 +175,6 @@ def test_connection_errors_and_missing_groups_count(delta: Delta) -> None:
     metrics.group_recreated("advantage")
     assert delta("connection_errors_total", stage="advantage", reason="moved") == 1
     assert delta("nogroup_recreations_total", stage="advantage") == 1
-
-
-# Producers
-
-
-def test_pushes_count_by_code(delta: Delta) -> None:
-    for outcome in instruments.PUSH_CODES:
-        delta("pushed_total", outcome=outcome)
-    metrics.producer_pushed(["pushed", "late", "pushed", "what"])
-    assert [delta("pushed_total", outcome=outcome) for outcome in instruments.PUSH_CODES] == [2, 0, 0, 1, 1]
 
 
 # Waits
@@ -367,14 +364,12 @@ def test_a_batch_reports_staleness_and_throughput(delta: Delta) -> None:
         "policy_lag_versions_sum": 3,
         "policy_lag_in_flight_versions_sum": 1,
         "policy_lag_in_queue_versions_sum": 2,
-        "delivered_batches_total": 1,
         "delivered_tokens_total": 1000,
-        "delivered_trajectories_total": 4,
         "e2e_seconds_sum": 3.0,
     }
     for name in expected:
         delta(name)
-    metrics.batch_delivered(9, [0, 1, None, 2], [0, 0, None, 1], [0, 1, None, 1], 1000, 4, [1.0, 2.0, None])
+    metrics.batch_delivered(9, [0, 1, None, 2], [0, 0, None, 1], [0, 1, None, 1], 1000, [1.0, 2.0, None])
     assert {name: delta(name) for name in expected} == pytest.approx(expected)
     assert value("batch_version") == 9
 
@@ -414,9 +409,9 @@ def test_only_metrics_and_probes_are_served(port: int) -> None:
 
 def test_single_series_can_be_asked_for(port: int) -> None:
     report_everything()
-    text = fetch(port, "/metrics?name[]=streamadv_delivered_batches_total&name[]=x")
-    assert "streamadv_delivered_batches_total{" in text
-    assert "streamadv_delivered_trajectories" not in text
+    text = fetch(port, "/metrics?name[]=streamadv_delivered_tokens_total&name[]=x")
+    assert "streamadv_delivered_tokens_total{" in text
+    assert "streamadv_delivered_total" not in text
     for query in ("name[]=x", "name[]=%00%ff", "name[]", "name[]=" + "a" * 5000, "other=1"):
         fetch(port, f"/metrics?{query}")
 
@@ -478,14 +473,84 @@ def test_a_question_that_hangs_has_no_answer_and_is_asked_once() -> None:
     assert Asked(question, 60.0).answer() == "answer"
 
 
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
 def test_idle_connections_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "REQUEST_S", 0.2)
-    monkeypatch.setattr(endpoints, "MAX_REQUESTS", 4)
+    monkeypatch.setattr(endpoints, "MAX_CONNECTIONS", 4)
     port = metrics.serve(0)
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(10)]
+    idle = [connected(port) for _ in range(10)]
     for connection in idle:  # those beyond the bound are closed at once, the others when their time is over
         assert connection.recv(1) == b""
         connection.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /met", b"GET /metrics HTTP/1.0\r\nAccept: "])
+def test_idle_connections_that_keep_coming_keep_no_probe_and_no_scrape_out(begun: bytes) -> None:
+    port = metrics.serve(0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            for _ in range(2 * endpoints.MAX_CONNECTIONS):
+                connection = stack.enter_context(connected(port))
+                with contextlib.suppress(OSError):  # closed already
+                    connection.sendall(begun)
+            assert fetch(port, "/livez") == "alive\n"
+            assert fetch(port, "/readyz") == "ready\n"
+        assert "streamadv_" in fetch(port)
+
+
+def test_requests_that_take_long_are_not_cut_off_and_keep_no_probe_out() -> None:
+    asked, go_on = threading.Semaphore(0), threading.Event()
+
+    class Slow(Collector):
+        def collect(self) -> Iterator[Metric]:
+            asked.release()
+            go_on.wait(20)
+            yield Metric("slow", "", "gauge")
+
+    port = endpoints.serve_metrics(Slow(), 0, None, "127.0.0.1", lambda: None)
+    with ThreadPoolExecutor(endpoints.MAX_REQUESTS) as pool, contextlib.ExitStack() as stack:
+        scrapes = [pool.submit(fetch, port) for _ in range(endpoints.MAX_REQUESTS)]
+        for _ in scrapes:
+            assert asked.acquire(timeout=20)
+        for _ in range(2 * endpoints.MAX_CONNECTIONS):
+            stack.enter_context(connected(port))
+        assert fetch(port, "/livez") == "alive\n"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            fetch(port)
+        assert refused.value.code == 503
+        assert refused.value.read() == b"8 requests are being answered: ask again\n"
+        go_on.set()
+        assert all("# TYPE slow gauge" in scrape.result(20) for scrape in scrapes)
+    assert "# TYPE slow gauge" in fetch(port)
+
+
+def test_a_connection_that_cannot_be_accepted_is_tried_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a free file descriptor it stays in the queue, and the loop would find it there at once."""
+    happened = list[str]()
+    accept, sleep = socketserver.TCPServer.get_request, time.sleep
+
+    def get_request(self: Any) -> Any:
+        if len(happened) < 6:
+            happened.append("refused")
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    def noted(seconds: float) -> None:
+        if threading.current_thread().name == "metrics":
+            happened.append("pause")
+            seconds = 0
+        sleep(seconds)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", get_request)
+    monkeypatch.setattr(time, "sleep", noted)
+    port = metrics.serve(0)
+    assert fetch(port, "/livez") == "alive\n"
+    assert happened == 3 * ["refused", "pause"]
 
 
 def test_a_client_that_goes_away_leaves_no_traceback(
@@ -536,7 +601,12 @@ def exposed_by(code: str) -> str:
 def test_a_process_exports_the_instruments_of_its_stages_with_counters_at_0() -> None:
     text = exposed_by("metrics.begin_stage('producer', 'producer')")
     names = {family.name for family in text_string_to_metric_families(text) if family.samples}
-    assert names >= {"streamadv_pushed", "streamadv_wait_seconds", "process_cpu_seconds", "python_info"}
+    assert names >= {
+        "streamadv_connection_errors",
+        "streamadv_wait_seconds",
+        "process_cpu_seconds",
+        "python_info",
+    }
     others = ("batch", "reward", "policy", "groups", "acked", "kl", "is_weight", "run_")
     assert not [name for name in names if name.startswith(tuple(f"streamadv_{other}" for other in others))]
     lines = [line for line in text.splitlines() if line.startswith("streamadv_") and "_created" not in line]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from typing import Any, cast
 
 import pytest
 
 from streamadv.errors import Busy, SettingError, TrajectoryError
 from streamadv.producer.async_producer import BeginGroup
+from streamadv.producer.checks import GroupRequest
+from streamadv.producer.requests import OUT_OF_MEMORY, GroupCall, Pause
 from streamadv.producer.tickets import Ticket
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
@@ -139,7 +143,7 @@ def test_a_group_is_begun_only_with_what_can_be_pushed(
         assert fake.scripts.zcard(join(fake, "r").keys.home.open) == 0
 
 
-@pytest.mark.parametrize("group_id", ["x" * 200, "käse", "a/b:c{d}", "0"])
+@pytest.mark.parametrize("group_id", ["x" * 200, "käse", "a/b:c{d", "0"])
 def test_an_id_that_begins_a_group_can_be_pushed(fake: Connection, group_id: str) -> None:
     with producing(fake, "r") as producer:
         group = producer.begin_group(1, group_id=group_id, data_source="d" * 200, deadline_s=30 * 86400)
@@ -154,10 +158,28 @@ def test_a_deadline_is_extended_by_a_bounded_time(fake: Connection, deadline_s: 
             group.touch(deadline_s)
 
 
-@pytest.mark.parametrize("group_id", [None, 7, ["g"], b"g"])
+@pytest.mark.parametrize("group_id", [None, 7, ["g"], b"g", "", "a b", "a}b"])
 def test_a_deadline_is_extended_of_a_group_with_a_name(fake: Connection, group_id: Any) -> None:
     with producing(fake, "r") as producer, pytest.raises(TrajectoryError, match="group_id is"):
         producer.touch(group_id)
+
+
+def test_no_id_ends_the_hash_tag_of_a_key(fake: Connection) -> None:
+    """Behind it a key made of the id would look like one of another kind."""
+    with producing(fake, "r") as producer:
+        ticket = producer.begin_group(1).tickets[0]
+        columns = {"input_ids": [1], "response_mask": [1], "reward": 1.0}
+        line = json.dumps({**json.loads(ticket.to_json()), "group_id": "a}b"})
+        for call in (
+            lambda: producer.begin_group(1, group_id="a}b"),
+            lambda: producer.push([trajectory("a}b", 0, 1)]),
+            lambda: producer.push([trajectory().model_copy(update={"group_id": "a}b"})]),
+            lambda: producer.rollout(dataclasses.replace(ticket, group_id="a}b")).push(**columns),
+            lambda: producer.score("a}b", 0, 1.0),
+            lambda: Ticket.from_json(line),
+        ):
+            with pytest.raises(TrajectoryError, match=r"group_id\b.*a}b"):
+                call()
 
 
 def test_an_id_in_bytes_is_told_as_text(fake: Connection) -> None:
@@ -217,3 +239,12 @@ async def test_async_with_and_with_are_told_apart() -> None:
     group: Any = BeginGroup(asyncio.sleep(0))  # type: ignore[arg-type]  # never admitted
     with pytest.raises(TypeError, match=r"write `async with producer\.group"), group:
         pass
+
+
+def test_a_group_waits_out_its_pauses_while_the_server_has_no_memory(fake: Connection) -> None:
+    """Such a refusal knows of no announcement, so an earlier one must not end the pause."""
+    with producing(fake, "r") as producer:
+        steps = producer._logic.admission.begin(GroupRequest(2, *[None] * 6))
+        assert isinstance(next(steps), GroupCall)
+        assert isinstance(steps.send(OUT_OF_MEMORY), Pause)
+        steps.close()

@@ -42,8 +42,12 @@ def finish(steps: Steps[Any], reply: Any = None) -> None:
             reply = None
 
 
+def nothing() -> Steps[None]:
+    yield from ()
+
+
 def check(window: ResendWindow, server: str) -> None:
-    steps = window.check(SHARDS)
+    steps = window.check(SHARDS, nothing)
     assert isinstance(next(steps), ServerIds)
     finish(steps, [server])
 
@@ -71,7 +75,7 @@ def test_a_second_loss_while_the_first_one_is_repaired(forward: Callable[[float]
     check(window, "a")
     sender.push("first")
     sender.push("second")
-    steps = window.check(SHARDS)
+    steps = window.check(SHARDS, nothing)
     next(steps)
     steps.send(["b"])
     steps.send(None)  # the first one is sent to b
@@ -88,7 +92,7 @@ def test_a_pause_after_the_answer_forgets_nothing(forward: Callable[[float], Non
     sender = Sender(window)
     check(window, "a")
     sender.push("first")
-    steps = window.check(SHARDS)
+    steps = window.check(SHARDS, nothing)
     next(steps)
     forward(WINDOW_S + 1)
     finish(steps, ["a"])

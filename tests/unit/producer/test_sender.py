@@ -13,8 +13,8 @@ from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_PACKETS, GroupP
 from streamadv.producer.sender import MAX_UNDER_WAY, Sender
 from streamadv.store.keys import ShardKeys
 from streamadv.trajectory.packet import Packet
-from streamadv.trajectory.packet_encoding import encode_packets, ended_packets
-from tests.support import trajectory
+from streamadv.trajectory.packet_encoding import ended_packets
+from tests.support import packets_of, trajectory
 
 KEYS = ShardKeys("r:0:0")
 
@@ -74,7 +74,7 @@ async def test_members_of_a_group_go_in_one_packet_and_hear_their_own_codes() ->
     server = Server()
     pushes = []
     for index in (3, 0, 0, 1):
-        (packet,) = encode_packets([trajectory("a", index)], 1 << 20)
+        (packet,) = packets_of([trajectory("a", index)], 1 << 20)
         pushes.append(push_of("a", 0)._replace(groups=[GroupPush(("a", 8, 8, "", 1000), 0, [packet])]))
     pushing = [server.sender.push(push) for push in pushes]
     await turns()
@@ -88,7 +88,7 @@ async def test_members_of_a_group_go_in_one_packet_and_hear_their_own_codes() ->
 @pytest.mark.parametrize("first", ["push", "cancel"])
 async def test_of_two_ends_of_a_rollout_the_first_one_counts(first: str) -> None:
     server = Server()
-    (usable,) = encode_packets([trajectory("a", 0)], 1 << 20)
+    (usable,) = packets_of([trajectory("a", 0)], 1 << 20)
     (cancelled,) = ended_packets([0], "cancelled")
     packets = [usable, cancelled] if first == "push" else [cancelled, usable]
     pushes = [push_of("a", 0)._replace(groups=[GroupPush(("a",), 0, [packet])]) for packet in packets]

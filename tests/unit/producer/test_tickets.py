@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamadv.errors import TrajectoryError
@@ -21,9 +24,13 @@ def test_what_is_no_ticket_is_said_to_be_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slots": 10**7}, {"slots": 0}, {"group_size": 0}, {"rollout_index": -1}, {"epoch": -1}]
+    "wrong",
+    [
+        *({"slots": 10**7}, {"slots": 0}, {"group_size": 0}, {"rollout_index": -1}, {"epoch": -1}),
+        *({"deadline_s": -1.0}, {"deadline_s": 1e300}),
+    ],
 )
-def test_a_ticket_that_no_group_has_is_refused(wrong: dict[str, int]) -> None:
+def test_a_ticket_that_no_group_has_is_refused(wrong: dict[str, float]) -> None:
     """A push to ten million slots would wait for room without end."""
     (field,) = wrong
     text = Ticket("g", 1, 2, 3, 0, 7).to_json()
@@ -38,6 +45,22 @@ def test_a_ticket_of_a_group_that_nobody_can_begin_is_refused(wrong: dict[str, s
     text = Ticket("g", 1, 2, 3, 0, 7).to_json()
     with pytest.raises(TrajectoryError, match=f"ticket: {next(iter(wrong))}"):
         Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
+
+
+@pytest.mark.parametrize("deadline_s", [None, 600, np.float32(7.5), Fraction(1, 2)])
+def test_a_ticket_says_the_deadline_of_its_group(fake: Connection, deadline_s: Any) -> None:
+    with producing(fake, "r") as producer:
+        ticket = producer.begin_group(2, deadline_s=deadline_s).tickets[1]
+    for copied in (Ticket.from_json(ticket.to_json()), copy.deepcopy(ticket)):
+        assert copied == ticket
+        assert copied.deadline_s == deadline_s
+
+
+def test_a_ticket_without_a_deadline_is_that_of_releases_before(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        ticket = producer.begin_group(1).tickets[0]
+    assert "deadline_s" not in ticket.to_json()
+    assert Ticket.from_json(ticket.to_json()).deadline_s is None
 
 
 def test_a_ticket_can_be_pushed_from_anywhere(fake: Connection) -> None:

@@ -71,10 +71,11 @@ def test_runs_do_not_share_settings(fake: Connection) -> None:
     assert (len(other.keys.shards), other.manifest.redundancy) == (1, 0)
 
 
-def test_another_schema_version_is_refused(fake: Connection) -> None:
+@pytest.mark.parametrize("version", [2, 99])  # in 2 deadlines are by the server's clock
+def test_another_schema_version_is_refused(fake: Connection, version: int) -> None:
     open_run(fake, "r")
-    fake.scripts.hset(manifest_key("r"), "schema_version", json.dumps(99))
-    with pytest.raises(SettingError, match="schema version 99, this release reads 2: finish it"):
+    fake.scripts.hset(manifest_key("r"), "schema_version", json.dumps(version))
+    with pytest.raises(SettingError, match=f"schema version {version}, this release reads 3: finish it"):
         open_run(fake, "r")
 
 

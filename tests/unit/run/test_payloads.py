@@ -10,9 +10,8 @@ import pytest
 from streamadv.run import Run
 from streamadv.run.payloads import fetch_columns
 from streamadv.store.connection import Connection
-from streamadv.trajectory.members import members_of
 from streamadv.trajectory.packet import StoredPacket
-from tests.support import join, trajectory
+from tests.support import join, members_in, trajectory
 
 HEADER = b'{"group_size":2}'
 COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
@@ -33,7 +32,7 @@ def stored(run: Run, key: str = "payload", **changes: Any) -> StoredPacket:
     run.connection.scripts.hset(
         key, mapping={name: value for name, value in fields.items() if value is not None}
     )
-    return StoredPacket(key, 200, 0, COLUMNS, members_of(items, [100, 100]))
+    return StoredPacket(key, 200, 0, COLUMNS, members_in(items, [100, 100]))
 
 
 def test_columns_of_all_members_lie_end_to_end(joined: Run) -> None:

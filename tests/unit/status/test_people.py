@@ -10,7 +10,7 @@ import pytest
 from streamadv.cli.status import lines_of
 from streamadv.errors import EpochFencedError
 from streamadv.run import Run
-from streamadv.run.ranks import RANK_TIMEOUT_S, RankReport, heard_ranks
+from streamadv.run.ranks import RANK_TIMEOUT_S, Doing, RankReport, heard_ranks
 from streamadv.status import read_status
 from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
@@ -65,7 +65,7 @@ def test_a_run_without_a_trainer_says_so(run: Run) -> None:
 
 
 def test_a_trainer_is_alive_waits_trains_and_leaves(fake: Connection, run: Run) -> None:
-    queue = TrainerQueue(fake, "r", batch_groups=2, prefetch=0)
+    queue = TrainerQueue(fake, "r", batch_groups=2, prefetch=0, commit="each_batch")
     assert queue.epoch == 1
     assert until_heard(run, "waits").batch is None
     assert "trainer: alive, 1 of 1 rank, no batch yet, waits for batch 0 (" in said(run, "trainer")
@@ -78,6 +78,19 @@ def test_a_trainer_is_alive_waits_trains_and_leaves(fake: Connection, run: Run) 
     assert said(run, "trainer").startswith("trainer: has left, heard of 0.")
     (reason,) = [reason for reason in reasons_of(read_status(run)) if reason.name == "no_trainer"]
     assert reason.text.endswith(" ago, 2 groups wait for a batch, 1 batch is named and not committed")
+
+
+@pytest.mark.parametrize(
+    ("doing", "did"), [("waits", "waited for the next one"), ("trains", "trained on it then")]
+)
+def test_a_trainer_that_misses_a_heartbeat_is_not_said_to_do_anything(
+    run: Run, forward: Callable[[float], None], doing: Doing, did: str
+) -> None:
+    """It may have been killed, or have ended without `close`."""
+    run.home.call("take_epoch", ["", 0, "job", "", "", "nonce", "", "", "", 1])
+    attend(run, 0, RankReport(1, doing, 4, 1.0))
+    forward(14)
+    assert said(run, "trainer") == f"trainer: silent for 14 s, got batch 4 15 s ago, {did}"
 
 
 def test_a_silent_trainer_is_dead_and_a_reason(
@@ -107,7 +120,7 @@ def test_a_rank_of_a_job_that_lost_the_run_is_not_heard(run: Run) -> None:
 
 
 def test_a_deleted_run_stays_deleted(fake: Connection, run: Run) -> None:
-    queue = TrainerQueue(fake, "r", batch_groups=2)
+    queue = TrainerQueue(fake, "r", batch_groups=2, commit="each_batch")
     assert queue.epoch
     until_heard(run, "waits")
     delete_run(run)

@@ -40,7 +40,10 @@ def busy(fake: Connection) -> Run:
         push_groups(producer, 5, model_version=0)
         producer.push([trajectory("open", 0)])
         producer.push([trajectory("v", 0, 1)])
-        assert next_batch(TrainerQueue(fake, "r", batch_groups=2, prefetch=0), run) is not None
+        assert (
+            next_batch(TrainerQueue(fake, "r", batch_groups=2, prefetch=0, commit="each_batch"), run)
+            is not None
+        )
         producer.push([unscored("scored", 0)])
         producer.push([trajectory("late", 0)])
     return run
@@ -118,11 +121,13 @@ def first_payload(run: Run) -> bytes:
     return bytes(fields[b"payload"])
 
 
-def test_a_payload_that_goes_by_itself_is_no_orphan(busy: Run) -> None:
-    """A push that has not come to its script yet, or never will."""
-    keys, scripts = busy.keys.home, busy.connection.scripts
-    scripts.hset(keys.payload("sent"), "header", "x")
-    scripts.pexpire(keys.payload("sent"), 60_000)
+@pytest.mark.parametrize("kind", ["payload", "output"])
+def test_a_payload_or_output_that_goes_by_itself_is_no_orphan(busy: Run, kind: str) -> None:
+    """What was sent with a script, which has not run yet, or never will."""
+    scripts, key = busy.connection.scripts, getattr(busy.keys.home, kind)("sent")
+    scripts.hset(key, "header", "x")
+    assert deep_problems(busy) == [f"shard 0: key {key} belongs to nothing (orphan)"]
+    scripts.pexpire(key, 60_000)
     assert deep_problems(busy) == []
 
 
@@ -244,7 +249,16 @@ def paths(value: object, above: str = "") -> Iterator[str]:
 
 def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
     json = read_status(busy).to_json()
-    stream = ("length", "pending", "lag", "lag_known", "consumers", "oldest_age_s", "alive", "workers")
+    stream = (
+        "length",
+        "pending",
+        "lag",
+        "consumers",
+        "oldest_age_s",
+        "alive",
+        "workers",
+        "ended",
+    )
     assert list(paths(json)) == [
         *("run", "shards", "ledger", "ledger.pushed", "ledger.trained", "ledger.dropped", "ledger.dead"),
         *("ledger.queued", "ledger.in_flight", "balanced", "problems"),
@@ -268,7 +282,16 @@ def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
         *("trainer", "trainer.epoch", "trainer.version", "trainer.committed", "trainer.batches"),
         *(
             f"trainer.{name}"
-            for name in ("finished", "state", "silent_s", "world_size", "ranks_alive", "batch", "batch_s")
+            for name in (
+                "finished",
+                "state",
+                "silent_s",
+                "world_size",
+                "ranks_alive",
+                "batch",
+                "batch_s",
+                "job",
+            )
         ),
         *("staleness", "staleness.mean", "staleness.max", "producers", "admission", "admission.max_bytes"),
         *(f"admission.{name}" for name in ("full", "paced", "groups_ahead", "groups_limit", "batch_groups")),

@@ -84,13 +84,14 @@ def says(fake: Connection, forward: Forward, caplog: pytest.LogCaptureFixture) -
     """The line in which a trainer that waits for long says why; by default one that wants two groups."""
 
     def line_of(queue: TrainerQueue | None = None) -> str:
-        queue = queue or TrainerQueue(fake, "r", batch_groups=2)
+        queue = queue or TrainerQueue(fake, "r", batch_groups=2, commit="each_batch")
         caplog.clear()
         look(queue, forward)
         forward(REPORT_S)
         with caplog.at_level(logging.WARNING), pytest.raises(NoBatchError) as caught:
             queue.next_batch(timeout=0.05)
-        line = next(message for message in caplog.messages if message.startswith("trainer: no batch for "))
+        line = next(each for each in caplog.messages if each.startswith("run r: trainer: no batch for "))
+        assert line.count("run r") == 1 + line.count("--run r")
         assert line.partition(": no batch for ")[2].partition(": ")[2][:20] in str(caught.value)
         return line
 
@@ -124,7 +125,7 @@ def test_producers_that_have_finished_and_pushed_all_are_not_asked_for(
 def test_a_counter_too_long_to_be_read_stops_no_trainer(fake: Connection) -> None:
     fake.scripts.hset(join(fake, "r").keys.home.ledger, "outcome:complete", "9" * 5000)
     with pytest.raises(NoBatchError):
-        TrainerQueue(fake, "r", batch_groups=2).next_batch(timeout=0.05)
+        TrainerQueue(fake, "r", batch_groups=2, commit="each_batch").next_batch(timeout=0.05)
 
 
 def test_a_live_producer_is_no_reason(producer: Producer, blocked: Blocked) -> None:
@@ -231,7 +232,7 @@ def test_groups_without_a_trainer_are_named(fake: Connection, producer: Producer
 
 def test_a_run_in_motion_has_no_reason(fake: Connection, producer: Producer, blocked: Blocked) -> None:
     run = join(fake, "r")
-    queue = TrainerQueue(fake, "r", batch_groups=2)
+    queue = TrainerQueue(fake, "r", batch_groups=2, commit="each_batch")
     with pytest.raises(NoBatchError, match=r"\[groups_coming\]"):
         queue.next_batch(timeout=0)
     worker = consumer_of(run, "advantage")
@@ -254,7 +255,7 @@ def test_a_run_in_motion_has_no_reason(fake: Connection, producer: Producer, blo
 def test_the_time_that_a_trainer_trains_is_no_wait(
     fake: Connection, producer: Producer, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = TrainerQueue(fake, "r", batch_groups=2)
+    queue = TrainerQueue(fake, "r", batch_groups=2, commit="each_batch")
     push_groups(producer, 2)
     assert next_batch(queue, join(fake, "r")) is not None
     forward(600)
@@ -266,7 +267,7 @@ def test_the_time_that_a_trainer_trains_is_no_wait(
 def test_the_reason_is_said_at_a_bounded_rate(
     fake: Connection, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = TrainerQueue(fake, "r", batch_groups=1)
+    queue = TrainerQueue(fake, "r", batch_groups=1, commit="each_batch")
     with caplog.at_level(logging.WARNING):
         for _ in range(int(3 * REPORT_S) // 5):
             forward(5)
@@ -342,7 +343,15 @@ def test_stale_groups_only_are_an_error_after_max_filtered_batches(
 def test_what_was_dropped_is_told_with_the_next_batch_in_figures(
     fake: Connection, producer: Producer
 ) -> None:
-    queue = TrainerQueue(fake, "r", batch_groups=2, max_staleness=1, drop_after=1, max_filtered_batches=None)
+    queue = TrainerQueue(
+        fake,
+        "r",
+        batch_groups=2,
+        max_staleness=1,
+        drop_after=1,
+        max_filtered_batches=None,
+        commit="each_batch",
+    )
     trained_to(queue, fake, producer, 3)
     for number in range(3):
         push_groups(producer, 2, prefix=f"old{number}", model_version=0, tokens=6 + number)
@@ -359,7 +368,13 @@ def test_dead_groups_only_are_an_error_too(
     fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
 ) -> None:
     queue = TrainerQueue(
-        fake, "r", batch_groups=2, chain={"estimator": "gae"}, pushed=("values",), max_filtered_batches=2
+        fake,
+        "r",
+        batch_groups=2,
+        chain={"estimator": "gae"},
+        pushed=("values",),
+        max_filtered_batches=2,
+        commit="each_batch",
     )
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
@@ -383,7 +398,9 @@ def test_what_a_checkpoint_leaves_behind_is_no_starvation(
     trained_to(queue, fake, producer, 2)
     push_groups(producer, 20, prefix="after", model_version=2)
     group_all(join(fake, "r"))
-    again = TrainerQueue(fake, "r", batch_groups=2, max_staleness=None, max_filtered_batches=2)
+    again = TrainerQueue(
+        fake, "r", batch_groups=2, max_staleness=None, max_filtered_batches=2, commit="each_batch"
+    )
     again.load_state_dict(states[0])
     for _ in range(12):
         forward(2)
@@ -396,7 +413,7 @@ def test_filtered_groups_only_are_an_error_after_max_filtered_batches(
     fake: Connection, forward: Forward
 ) -> None:
     with filtering(fake) as producer:
-        queue = TrainerQueue(fake, "r", batch_groups=2, max_filtered_batches=3)
+        queue = TrainerQueue(fake, "r", batch_groups=2, max_filtered_batches=3, commit="each_batch")
         look(queue, forward)
         push_groups(producer, 5, prefix="same", reward=1.0)
         group_all(join(fake, "r"))
@@ -410,7 +427,7 @@ def test_filtered_groups_only_are_an_error_after_max_filtered_batches(
 
 def test_a_batch_in_between_forgives(fake: Connection, forward: Forward) -> None:
     with filtering(fake) as producer:
-        queue = TrainerQueue(fake, "r", batch_groups=2, max_filtered_batches=3)
+        queue = TrainerQueue(fake, "r", batch_groups=2, max_filtered_batches=3, commit="each_batch")
         look(queue, forward)
         for number in range(3):
             push_groups(producer, 5, prefix=f"same{number}", reward=1.0)
@@ -422,7 +439,7 @@ def test_a_batch_in_between_forgives(fake: Connection, forward: Forward) -> None
 
 def test_a_named_batch_that_waits_for_a_worker_is_not_starvation(fake: Connection, forward: Forward) -> None:
     with filtering(fake) as producer:
-        queue = TrainerQueue(fake, "r", batch_groups=1, max_filtered_batches=3)
+        queue = TrainerQueue(fake, "r", batch_groups=1, max_filtered_batches=3, commit="each_batch")
         push_groups(producer, 1, prefix="kept")
         group_all(join(fake, "r"))
         look(queue, forward)
@@ -437,7 +454,13 @@ def test_few_kept_groups_are_warned_of(
 ) -> None:
     with filtering(fake) as producer:
         queue = TrainerQueue(
-            fake, "r", batch_groups=3, min_kept_ratio=0.3, max_filtered_batches=None, max_staleness=None
+            fake,
+            "r",
+            batch_groups=3,
+            min_kept_ratio=0.3,
+            max_filtered_batches=None,
+            max_staleness=None,
+            commit="each_batch",
         )
         look(queue, forward)
         push_groups(producer, 10, prefix="same", reward=1.0)
@@ -453,7 +476,7 @@ def test_few_kept_groups_are_warned_of(
 def test_producers_as_far_ahead_as_allowed_are_named_when_nothing_moves(
     fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
 ) -> None:
-    queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=1)
+    queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=1, commit="each_batch")
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     push_groups(producer, 2)
@@ -468,7 +491,7 @@ def test_a_trainer_that_waits_for_a_named_batch_does_not_wait_for_producers(
 ) -> None:
     run = join(fake, "r")
     compute_all(run, consumer_of(run, "advantage"))  # a worker is there, and slow
-    queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=1)
+    queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=1, commit="each_batch")
     push_groups(producer, 3)
     group_all(run)
     with pytest.raises(NoBatchError):
@@ -505,7 +528,7 @@ def test_a_batch_larger_than_the_budget_is_an_error(
     fake: Connection, blocked: Blocked, forward: Forward
 ) -> None:
     with producing(fake, "r", {"max_trajectory_bytes": 300_000, "max_bytes": 1_200_000}) as producer:
-        queue = TrainerQueue(fake, "r", batch_groups=8, max_staleness=None)
+        queue = TrainerQueue(fake, "r", batch_groups=8, max_staleness=None, commit="each_batch")
         push_groups(producer, 2, tokens=20_000)
         group_all(join(fake, "r"))
         look(queue, forward)
@@ -530,7 +553,7 @@ def test_uncommitted_batches_that_fill_the_budget_are_an_error(
         queue.trained(batch)
         forward(11)
         assert blocked() == ["uncommitted"]
-        with pytest.raises(UncommittedBudgetError, match="commit more often, or raise max_bytes"):
+        with pytest.raises(UncommittedBudgetError, match="save a checkpoint every few batches"):
             queue.next_batch(timeout=0.05)
         queue.commit(queue.state_dict())
         look(queue, forward)

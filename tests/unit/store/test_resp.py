@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,30 @@ def test_a_large_value_is_sent_from_where_it_lies() -> None:
 def test_what_has_no_bytes_is_refused(command: str, arg: Any) -> None:
     with pytest.raises(DataError):
         Packer().pack(command, "key", arg)
+
+
+class Interrupted(float):
+    """A number during whose printing a signal handler raises."""
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_numbers_are_printed_is_raised_and_ends_no_process() -> None:
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            for count in range(60):
+                try:
+                    Packer().pack("EVALSHA", "a" * count, Interrupted(1.0), *["x" * 30] * count)
+                except KeyboardInterrupt:
+                    continue
+                break
+            else:
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 Arrays = st.sampled_from([(0,), (3,), (2, 0), (2, 3), (LARGE // 3,), (LARGE,)]).map(np.ones)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -28,9 +30,23 @@ def test_a_script_has_its_name_alone() -> None:
     assert sorted(path.stem for path in files) == NAMES
 
 
+@pytest.mark.processes
+def test_a_process_without_free_descriptors_can_call_every_script() -> None:
+    """They are read with the first one, at the start of a process."""
+    code = """
+import resource, sys
+from streamadv.store import scripts
+
+scripts.load("manifest")
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+assert [scripts.load(name).name for name in sys.argv[1:]] == sys.argv[1:]
+"""
+    subprocess.run([sys.executable, "-c", code, *NAMES], check=True)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_script_says_what_it_takes_and_gives(name: str) -> None:
-    text = scripts.files()[name].read_text()
+    text = scripts.files()[name]
     assert text.startswith("-- ")  # the key table takes its place
     for word in ("KEYS", "ARGV", "Returns"):
         assert re.search(rf"^-- {word}  \S", text, re.MULTILINE) or not re.search(rf"\b{word}\b", text), word
@@ -121,7 +137,7 @@ def test_a_fenced_script_changes_nothing_for_an_older_epoch(fake: Connection, na
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_keep_their_numbers_up_to_the_first_include(name: str) -> None:
     """So an error of the server leads to the line."""
-    source = scripts.files()[name].read_text()
+    source = scripts.files()[name]
     text = scripts.load(name).text
     until = source.partition("-- include")[0].count("\n") if "-- include" in source else source.count("\n")
     for stored, sent in zip(source.splitlines()[1:until], text.splitlines()[1:until], strict=True):
@@ -132,7 +148,7 @@ def test_the_header_says_where_a_call_goes() -> None:
     call = script_call("trained", KEYS, [1, 2, 3, "", "", ""], version=KEYS.session)
     assert call.keys == [KEYS.void, KEYS.session, KEYS.trainer, KEYS.session, KEYS.admission]
     call = script_call("touch", KEYS, ["g", 5, "p"], group="g")
-    assert call.keys == [KEYS.void, KEYS.open, KEYS.group("g"), KEYS.ledger]
+    assert call.keys == [KEYS.void, KEYS.open, KEYS.group("g"), KEYS.ledger, KEYS.trainer]
     call = script_call("sweep", KEYS, payloads=["a", "b"])
     assert call.keys == [KEYS.void, KEYS.garbage, KEYS.ledger, "a", "b"]
     assert script_call("register", EntryKeys("r"), ["r"]).by_hash[1:] == (

@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamadv import clock, metrics
+from streamadv.cli import make_parser
 from streamadv.store import waiting
 from streamadv.store.reasons import REASONS, Reason
 from streamadv.store.retry import NotNowError, Outage, server_reason
@@ -37,7 +38,7 @@ def blocked() -> set[str]:
 def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
     forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wait = Blocked("producer p", "not admitted")
+    wait = Blocked("producer p", "not admitted", "exp1")
     said = []
     for second in range(int(4 * REPORT_S)):
         wait.because(Reason("max_bytes", "5 of 6 bytes"))
@@ -47,7 +48,8 @@ def test_a_wait_is_told_after_a_while_and_then_at_a_bounded_rate(
     assert said == [REPORT_S, 2 * REPORT_S, 3 * REPORT_S]
     assert REPORT_S + 5 <= 30
     assert caplog.messages[0] == (
-        f"producer p: not admitted for {REPORT_S:g} s: 5 of 6 bytes: {REASONS['max_bytes'].remedy} [max_bytes]"
+        f"run exp1: producer p: not admitted for {REPORT_S:g} s: 5 of 6 bytes: "
+        f"{REASONS['max_bytes'].remedy} [max_bytes]"
     )
 
 
@@ -55,7 +57,7 @@ def test_the_end_of_a_wait_is_told_if_the_wait_was(
     forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    wait = Blocked("producer p", "not admitted")
+    wait = Blocked("producer p", "not admitted", "exp1")
     wait.over()
     wait.because(Reason("max_bytes", ""))
     forward(REPORT_S - 1)
@@ -68,12 +70,12 @@ def test_the_end_of_a_wait_is_told_if_the_wait_was(
     forward(1.0)
     wait.over()
     wait.over()
-    assert caplog.messages[1:] == [f"producer p: not admitted: goes on after {REPORT_S + 1:g} s"]
+    assert caplog.messages[1:] == [f"run exp1: producer p: not admitted: goes on after {REPORT_S + 1:g} s"]
 
 
 def test_the_gauge_shows_the_reasons_of_waits_that_last(forward: Forward) -> None:
     assert blocked() == set()
-    one, other = Blocked("a", "x"), Blocked("b", "y")
+    one, other = Blocked("a", "x", None), Blocked("b", "y", None)
     one.because(Reason("pacing", ""), Reason("no_trainer", ""))
     other.because(Reason("pacing", ""))
     assert blocked() == set()
@@ -106,14 +108,14 @@ def test_an_outage_is_told_at_once_with_its_reason(
     error: Exception, name: str, forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert server_reason(error).name == name
-    outage = Outage("grouper")
+    outage = Outage("grouper", "exp1")
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
             outage.delay_after(error)
             forward(2.0)
     assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith(f"grouper: waiting for the server: {error}: ")
-    assert caplog.messages[1].startswith(f"grouper: waiting for the server for 26 s: {error}: ")
+    assert caplog.messages[0].startswith(f"run exp1: grouper: waiting for the server: {error}: ")
+    assert caplog.messages[1].startswith(f"run exp1: grouper: waiting for the server for 26 s: {error}: ")
     assert f"[{name}]" in caplog.messages[0]
     assert blocked() == {name}
     outage.over()
@@ -123,15 +125,26 @@ def test_an_outage_is_told_at_once_with_its_reason(
 def test_outages_one_after_another_are_told_as_seldom_as_a_long_one(
     forward: Forward, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outage = Outage("advantage")  # of one of several servers: the others answer in between
+    outage = Outage("advantage", "exp1")  # of one of several servers: the others answer in between
     caplog.set_level(logging.INFO)
     for _ in range(int(REPORT_S)):
         outage.delay_after(redis.exceptions.ConnectionError("refused"))
         outage.over()
         forward(1.0)
-    assert caplog.messages[1:] == ["advantage: waiting for the server: goes on after 0 s"]
+    assert caplog.messages[1:] == ["run exp1: advantage: waiting for the server: goes on after 0 s"]
     outage.delay_after(redis.exceptions.ConnectionError("refused"))
     assert len(caplog.messages) == 3
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_every_command_of_a_remedy_names_the_run_and_can_be_pasted(name: str) -> None:
+    line = Reason(name, "for a reason").line("exp1")
+    commands = re.findall(r"`streamadv ([^`]*)`", line)
+    assert len(commands) == REASONS[name].remedy.count("`streamadv ")
+    for command in commands:
+        words = command.split()
+        assert make_parser(words).parse_args(words).run_name == "exp1"
+    assert Reason(name, "for a reason").line(None) == f"for a reason: {REASONS[name].remedy} [{name}]"
 
 
 def test_the_list_of_reasons_is_the_one_documented() -> None:
@@ -143,7 +156,7 @@ def test_the_list_of_reasons_is_the_one_documented() -> None:
 
 
 def test_many_that_wait_for_the_same_say_it_once(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
-    waits = [Blocked("producer p", "not admitted") for _ in range(64)]
+    waits = [Blocked("producer p", "not admitted", "exp1") for _ in range(64)]
     for _ in range(int(3 * REPORT_S)):
         for wait in waits:
             wait.because(Reason("pacing", "4 of 4 groups"))
@@ -152,7 +165,7 @@ def test_many_that_wait_for_the_same_say_it_once(forward: Forward, caplog: pytes
 
 
 def test_a_wait_that_was_given_up_begins_anew(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
-    wait = Blocked("producer p", "not admitted")
+    wait = Blocked("producer p", "not admitted", "exp1")
     wait.because(Reason("pacing", ""))
     forward(3600)
     wait.because(Reason("pacing", ""))
@@ -165,7 +178,7 @@ def test_a_wait_that_was_given_up_begins_anew(forward: Forward, caplog: pytest.L
 
 def wait_of(timeout: float | None = None, base: float = 0.05, cap: float = 2.0) -> tuple[Wait, list[float]]:
     slept: list[float] = []
-    return Wait(Blocked("a", "x"), timeout=timeout, base=base, cap=cap, sleep=slept.append), slept
+    return Wait(Blocked("a", "x", None), timeout=timeout, base=base, cap=cap, sleep=slept.append), slept
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -217,7 +230,7 @@ def test_a_wait_gives_up_after_its_timeout_and_not_before(monkeypatch: pytest.Mo
 
 def test_loops_that_share_a_subject_are_one_wait(forward: Forward, caplog: pytest.LogCaptureFixture) -> None:
     """A caller with a short timeout who asks again and again waits all the time."""
-    subject = Blocked("producer p", "not admitted")
+    subject = Blocked("producer p", "not admitted", "exp1")
     for _ in range(int(REPORT_S)):
         Wait(subject, timeout=1.0).because(Reason("pacing", "4 of 4 groups"))
         assert not caplog.messages

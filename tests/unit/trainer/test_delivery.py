@@ -46,7 +46,9 @@ def test_a_group_whose_output_is_wrong_is_dead(
     chain: Any, column: str, value: bytes, detail: str, fake: Connection
 ) -> None:
     run = pushed_run(fake, "r", 1, old_log_probs=[-0.5] * 5, rollout_log_probs=[-0.5] * 5)
-    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain, pushed=["old_log_probs"])
+    queue = TrainerQueue(
+        fake, "r", batch_groups=1, prefetch=0, chain=chain, pushed=["old_log_probs"], commit="each_batch"
+    )
     group_all(run)
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
@@ -83,7 +85,9 @@ def test_numbers_per_step_land_on_the_tokens_of_the_step(fake: Connection) -> No
             producer.push([trajectory("g", index, 3, rows=rows, steps=steps)])
     run = join(fake, "r")
     chain = {"estimator": "gigpo"}
-    batch = delivered_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain), run)
+    batch = delivered_batch(
+        TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain=chain, commit="each_batch"), run
+    )
     (mb,) = batch
     for row in range(0, mb.num_rows, 2):
         start = int(mb.cu_seqlens[row])
@@ -104,7 +108,9 @@ def test_an_extra_column_supplies_a_step_after_a_late_one(fake: Connection) -> N
         weight = {"data": np.arange(5, dtype=np.float32), "per_token": True}
         producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
     late = {"old_log_probs": lambda mb: mb.weight * 10}
-    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "weighted"}, late=late)
+    queue = TrainerQueue(
+        fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "weighted"}, late=late, commit="each_batch"
+    )
     batch = delivered_batch(queue, join(fake, "r"))
     (mb,) = batch
     assert mb.advantages.tolist() == [0, 0, 22, 33, 44] * 2
@@ -115,7 +121,9 @@ def test_a_late_column_replaces_an_extra_one_of_its_name(fake: Connection) -> No
         weight = {"data": np.arange(5, dtype=np.float32), "per_token": True}
         producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
     late = {"weight": lambda mb: mb.weight + 1}
-    batch = delivered_batch(TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late), join(fake, "r"))
+    batch = delivered_batch(
+        TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late, commit="each_batch"), join(fake, "r")
+    )
     (mb,) = batch
     assert mb.weight.tolist() == [1, 2, 3, 4, 5] * 2
 
@@ -150,7 +158,9 @@ def test_a_chain_that_is_cut_between_correction_and_estimator_gives_the_same(fak
         with producing(fake, name) as producer:
             for index, old in enumerate([[-0.1, -0.2, -9, -0.3, -0.4], [-0.1, -0.2, -9, -9, -0.3]]):
                 producer.push([trajectory("g", index, 2, old_log_probs=old, **pushed)])
-        queue = TrainerQueue(fake, name, batch_groups=1, chain=chain, late=late, pushed=["old_log_probs"])
+        queue = TrainerQueue(
+            fake, name, batch_groups=1, chain=chain, late=late, pushed=["old_log_probs"], commit="each_batch"
+        )
         (mb,) = delivered_batch(queue, join(fake, name))
         advantages.append(mb.advantages[mb.response_mask].tolist())
     assert advantages[0] == advantages[1]
@@ -162,7 +172,9 @@ def test_metrics_count_a_batch_once_whatever_its_shards(fake: Connection) -> Non
     for name, shards in (("one", 1), ("three", 3)):
         settings = {"shards": shards, "max_trajectory_bytes": 1 << 16}
         run = pushed_run(fake, name, 8, settings=settings, old_log_probs=[-0.5] * 5)
-        queue = TrainerQueue(fake, name, batch_groups=8, chain=chain, pushed=["old_log_probs"])
+        queue = TrainerQueue(
+            fake, name, batch_groups=8, chain=chain, pushed=["old_log_probs"], commit="each_batch"
+        )
         batch = delivered_batch(queue, run)
         assert len({group.shard for group in batch.layout.groups}) == shards
         weights.append((batch.metric_weights, batch.metrics["rollout_corr/rollout_is_seq_std"]))
@@ -177,7 +189,9 @@ def test_the_kl_coefficient_adapts_by_what_was_trained_on(fake: Connection) -> N
                 ref = [-9.0] * tokens
                 producer.push([trajectory(group_id, index, 3, tokens, role=role, ref_log_probs=ref)])
     run, chain = join(fake, "r"), {"estimator": "reinforce", "kl": {"coefficient": 0.5, "target": 0.1}}
-    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, tokens_per_micro_batch=8, chain=chain)
+    queue = TrainerQueue(
+        fake, "r", batch_groups=1, prefetch=0, tokens_per_micro_batch=8, chain=chain, commit="each_batch"
+    )
     seen = [delivered_batch(queue, run).metrics["critic/kl_coef"] for _ in range(2)]
     assert seen == pytest.approx([0.5, 0.5 * (1 + 0.2 / 10000)], rel=1e-9)
 
@@ -193,7 +207,7 @@ def test_a_reward_beyond_running_moments_stops_no_trainer(fake: Connection, by_s
         producer.push([trajectory("large", index, 2, reward=(-1) ** index * 1e300) for index in range(2)])
         push_groups(producer, 2)
     run = join(fake, "r")
-    queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=chain)
+    queue = TrainerQueue(fake, "r", batch_groups=3, prefetch=0, chain=chain, commit="each_batch")
     batch = delivered_batch(queue, run)
     assert {each.group_id for each in batch.references} == {"g0000", "g0001"}
     assert ledger(run)["dead"] == {"compute_error": 2}

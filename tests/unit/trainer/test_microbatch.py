@@ -94,7 +94,7 @@ def test_ids_and_masks_index_tensors_as_they_are(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         push_groups(producer, 1)
     late = {"old_log_probs": _by_index}
-    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late)
+    queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0, late=late, commit="each_batch")
     batch = delivered_batch(queue, join(fake, "r"))
     (mb,) = batch
     for columns in (mb, mb.padded()):

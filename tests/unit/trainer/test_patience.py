@@ -21,7 +21,7 @@ def test_a_batch_that_is_found_named_is_progress(
     run = pushed_run(fake, "r", 2)
     group_all(run)
     with pytest.raises(NoBatchError):
-        TrainerQueue(fake, "r", batch_groups=2, prefetch=0).next_batch(timeout=0)
+        TrainerQueue(fake, "r", batch_groups=2, prefetch=0, commit="each_batch").next_batch(timeout=0)
     checked, away = Sessions.checked, iter([True])
 
     def checked_after_an_outage(self: Sessions) -> Session:
@@ -32,4 +32,7 @@ def test_a_batch_that_is_found_named_is_progress(
 
     monkeypatch.setattr(Sessions, "checked", checked_after_an_outage)
     monkeypatch.setattr(supply, "wait_for_news", lambda *_: compute_all(run))
-    assert TrainerQueue(fake, "r", batch_groups=2, prefetch=0).next_batch(timeout=5) is not None
+    assert (
+        TrainerQueue(fake, "r", batch_groups=2, prefetch=0, commit="each_batch").next_batch(timeout=5)
+        is not None
+    )

@@ -30,7 +30,8 @@ OF_EACH_RANK = ("timing_s/", "trainer/")
 
 
 def queue_of(fake: Connection, groups: int = 1, **options: Any) -> TrainerQueue:
-    return TrainerQueue(fake, "r", batch_groups=groups, prefetch=0, max_staleness=None, **options)
+    options = {"commit": "each_batch", "prefetch": 0, "max_staleness": None, **options}
+    return TrainerQueue(fake, "r", batch_groups=groups, **options)
 
 
 def test_lengths_are_in_trainable_tokens_and_the_others(fake: Connection) -> None:
@@ -196,6 +197,22 @@ def test_evaluation_goes_with_the_next_batch_once(fake: Connection) -> None:
         assert next_metrics() == {}
 
 
+def test_a_round_that_the_weights_moved_in_is_one_figure(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run, queue = join(fake, "r"), queue_of(fake)
+        push_groups(producer, 1, prefix="before")
+        delivered_batch(queue, run)
+        for version, reward in ((34, 0.0), (34, 0.5), (35, 1.0)):
+            producer.push(
+                [trajectory(f"e{reward}", 0, 1, role="eval", round="s", reward=reward, model_version=version)]
+            )
+        push_groups(producer, 1)
+        metrics = delivered_batch(queue, run).metrics
+    assert metrics["val-core/unknown/reward/mean"] == 0.5
+    assert metrics["val-aux/unknown/trajectories"] == 3.0
+    assert (metrics["val-aux/unknown/oldest_version"], metrics["val-aux/unknown/version"]) == (34.0, 35.0)
+
+
 @pytest.mark.usefixtures("standing")
 def test_times_begin_with_the_second_batch(fake: Connection, forward: Any) -> None:
     queue = queue_of(fake)
@@ -237,6 +254,7 @@ def test_importance_weights_after_a_late_column_are_in_the_histogram(fake: Conne
         batch_groups=1,
         chain={"estimator": "grpo", "correction": {}},
         late={"old_log_probs": lambda mb: mb.rollout_log_probs},
+        commit="each_batch",
     )
     before = weights_seen()
     delivered_batch(queue, join(fake, "r"))

@@ -33,7 +33,7 @@ def computed(fake: Connection) -> Run:
     run = pushed_run(fake, "r", 4)
     group_all(run)
     with pytest.raises(NoBatchError):
-        TrainerQueue(fake, "r", batch_groups=4, prefetch=0).next_batch(timeout=0)
+        TrainerQueue(fake, "r", batch_groups=4, prefetch=0, commit="each_batch").next_batch(timeout=0)
     compute_all(run)
     return run
 
@@ -128,7 +128,7 @@ def test_strays_are_removed_although_the_server_was_away_at_first(
         return call(self, name, *args, **caller_keys)
 
     monkeypatch.setattr(Shard, "call", call_or_fail)
-    queue = TrainerQueue(computed.connection, "r", batch_groups=4, prefetch=0)
+    queue = TrainerQueue(computed.connection, "r", batch_groups=4, prefetch=0, commit="each_batch")
     assert queue.next_batch(timeout=5) is not None
     assert next(away, None) is None
     assert [entry for _, entry in scripts.xrange(key)] == [fields]

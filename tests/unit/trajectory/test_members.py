@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from streamadv.errors import WireError
 from streamadv.trajectory.member_table import decode_table, encode_table, members_problem
-from streamadv.trajectory.members import HAS_VERSION, MEMBER, NO_STATE, Members, members_of
+from streamadv.trajectory.members import HAS_VERSION, MEMBER, NO_STATE, Members
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
+from tests.support import members_in
 
 COLUMNS = ("input_ids", "response_mask")
 
@@ -82,7 +83,7 @@ def listed(members: Members) -> list[Any]:
 @given(found=groups)
 def test_a_table_comes_back_from_its_bytes(found: list[dict[str, Any]]) -> None:
     trajectories = made(found)
-    members = members_of(trajectories, [1000] * len(trajectories))
+    members = members_in(trajectories, [1000] * len(trajectories))
     decoded, columns = decode_table(encode_table(members, COLUMNS))
     assert listed(decoded) == listed(members)
     assert columns == COLUMNS
@@ -93,7 +94,7 @@ def test_a_table_comes_back_from_its_bytes(found: list[dict[str, Any]]) -> None:
 @given(found=groups)
 def test_members_say_what_their_trajectories_say(found: list[dict[str, Any]]) -> None:
     trajectories = made(found)
-    members = members_of(trajectories, [7] * len(trajectories))
+    members = members_in(trajectories, [7] * len(trajectories))
     for m, (item, (record, rows, steps, rewards)) in enumerate(
         zip(trajectories, listed(members), strict=True)
     ):
@@ -115,7 +116,7 @@ def test_members_say_what_their_trajectories_say(found: list[dict[str, Any]]) ->
 def test_members_are_joined_and_picked_one_by_one(
     found: list[dict[str, Any]], more: list[dict[str, Any]], chance: Any
 ) -> None:
-    parts = [members_of(made(found), [1] * len(found)), members_of(made(more, 5), [1] * len(more))]
+    parts = [members_in(made(found), [1] * len(found)), members_in(made(more, 5), [1] * len(more))]
     joined = Members.concat(parts)
     everyone = [*listed(parts[0]), *listed(parts[1])]
     assert listed(joined) == everyone
@@ -133,7 +134,7 @@ def test_entry_counts_belong_to_rows() -> None:
             ],
         }
     )
-    members, _ = decode_table(encode_table(members_of([item], [9]), [*COLUMNS, "pixels"]))
+    members, _ = decode_table(encode_table(members_in([item], [9]), [*COLUMNS, "pixels"]))
     assert {name: counts.tolist() for name, counts in members.entries.items()} == {"pixels": [3, 1]}
 
 
@@ -144,7 +145,7 @@ KIND: Any = {
 
 
 def sample() -> bytes:
-    return encode_table(members_of(made([KIND, KIND]), [50, 50]), COLUMNS)
+    return encode_table(members_in(made([KIND, KIND]), [50, 50]), COLUMNS)
 
 
 def test_damaged_bytes_are_refused() -> None:
@@ -184,7 +185,7 @@ def test_damaged_bytes_are_refused() -> None:
 )
 def test_names_of_columns_that_no_producer_sends_are_refused(text: dict[str, Any], problem: str) -> None:
     raw = json.dumps(text).encode()
-    members = members_of(made([{**KIND, "rewards": {}, "states": ["none"] * 2}]), [50]).table.tobytes()
+    members = members_in(made([{**KIND, "rewards": {}, "states": ["none"] * 2}]), [50]).table.tobytes()
     rows = struct.pack("<IIII", 2, 1, 1, 1)
     size = 16 + len(members) + len(rows) + len(raw)
     with pytest.raises(WireError, match=problem):

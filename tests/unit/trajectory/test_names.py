@@ -52,6 +52,19 @@ def test_a_name_of_another_framework_is_an_error_that_has_the_right_one(
     assert right in str(error.value).partition(name)[2]
 
 
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_extra_columns_are_counted_before_their_names_are_judged(
+    in_rows: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Judging one takes some 80 us, and an environment may give any number."""
+    names = ["loss_mask", "logprobs_", *(f"input_idz{number}" for number in range(100))]
+    head = {field: RECORD[field] for field in ("group_id", "group_size", "rollout_index", "reward")}
+    row = {**COLUMNS, **{name: [1, 1] for name in names}}
+    with pytest.raises(TrajectoryError, match="has 102 extra columns, at most 64 are allowed"):
+        parse_trajectory({**head, "rows": [row]} if in_rows else {**head, **row})
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("name", sorted(TAKEN_NAMES))
 def test_a_name_that_a_micro_batch_has_itself_is_an_error(name: str) -> None:
     with pytest.raises(
@@ -84,10 +97,22 @@ def test_a_name_close_to_a_known_one_is_a_warning_once(caplog: pytest.LogCapture
 def test_a_misspelt_field_names_the_right_one() -> None:
     for name, said in (
         ("rewrad", "is the single value 1.0, needs a list: did you mean reward?"),
-        ("x", "a list"),
+        ("x", "a list, or to stand in metadata={'x': ...}"),
     ):
         with pytest.raises(TrajectoryError, match=re.escape(said) + "$"):
             parse_trajectory({**RECORD, name: 1.0})
+
+
+@pytest.mark.parametrize(
+    "value", ["hello", ["a", "b"], b"hello", {"role": "tool"}, [{"role": "tool"}], [None]], ids=repr
+)
+def test_text_as_a_column_is_told_where_to_go(value: object) -> None:
+    """`metadata` takes text and what else is no array of numbers."""
+    remedy = re.escape("needs numbers, or to stand in metadata={'tool_output': ...}")
+    with pytest.raises(TrajectoryError, match=rf"extra column tool_output holds .*{remedy}$"):
+        parse_trajectory({**RECORD, "tool_output": value})
+    with pytest.raises(TrajectoryError, match=r"extra column statuss holds .*: did you mean status\?$"):
+        parse_trajectory({**RECORD, "statuss": value})
 
 
 def test_optional_fields_take_none() -> None:

@@ -27,14 +27,13 @@ from streamadv.trajectory.packet import (
 )
 from streamadv.trajectory.packet_encoding import (
     MAX_HEADER_BYTES,
-    encode_packets,
     ended_packets,
     select_members,
 )
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
 from streamadv.trajectory.reference import references_of
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
-from tests.support import ended, trajectory, unscored
+from tests.support import ended, packets_of, trajectory, unscored
 
 FLOAT_COLUMNS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]
 LIMIT = 1 << 22
@@ -76,7 +75,7 @@ def columns_of(
     return columns
 
 
-def read(packet: Packet, kinds: Mapping[str, str], group_id: str = "ä-{x}") -> list[Trajectory]:
+def read(packet: Packet, kinds: Mapping[str, str], group_id: str = "ä-{x") -> list[Trajectory]:
     """The trajectories of a packet."""
     stored, fields = received(packet)
     parse_header(fields["header"], stored.members)
@@ -124,7 +123,7 @@ def trajectories(draw: st.DrawFn, index: int = 0) -> Trajectory:
     last = len(rows[-1]["input_ids"])
     return parse_trajectory(
         {
-            "group_id": "ä-{x}",
+            "group_id": "ä-{x",
             "group_size": 4,
             "rollout_index": index,
             **draw(st.sampled_from([{"reward": 0.1}, {"reward": -3e9}, {"reward_later": True}])),
@@ -149,9 +148,9 @@ def groups(draw: st.DrawFn) -> list[Trajectory]:
         if kind == "usable":
             made.append(draw(trajectories(index)))
         elif kind == "failed":
-            made.append(ended("ä-{x}", index, 4, kind))
+            made.append(ended("ä-{x", index, 4, kind))
         else:
-            made.append(trajectory("ä-{x}", index, 4, reward=None))
+            made.append(trajectory("ä-{x", index, 4, reward=None))
     return [*made, *made[: draw(st.integers(0, 1))]]
 
 
@@ -180,7 +179,7 @@ def extras_agree(items: Sequence[Trajectory]) -> bool:
 @settings(max_examples=80, deadline=None)
 @given(items=groups().filter(extras_agree))
 def test_everything_pushed_comes_back(items: list[Trajectory]) -> None:
-    packets = encode_packets(items, LIMIT)
+    packets = packets_of(items, LIMIT)
     assert sorted(position for packet in packets for position in packet.positions) == list(range(len(items)))
     for packet in packets:
         assert packet.indices == tuple(items[position].rollout_index for position in packet.positions)
@@ -215,13 +214,13 @@ def assert_first_comes_first(items: Sequence[Trajectory], packets: Sequence[Pack
 @settings(max_examples=60, deadline=None)
 @given(items=groups().filter(extras_agree), data=st.data())
 def test_members_of_a_packet_can_be_sent_alone(items: list[Trajectory], data: st.DataObject) -> None:
-    for packet in encode_packets(items, LIMIT):
+    for packet in packets_of(items, LIMIT):
         chosen = data.draw(
             st.lists(st.integers(0, len(packet.indices) - 1), min_size=1, unique=True).map(sorted)
         )
         part = select_members(packet, chosen)
         sent = [items[packet.positions[member]] for member in chosen]
-        (alone,) = encode_packets(sent, LIMIT)
+        (alone,) = packets_of(sent, LIMIT)
         assert part.positions == tuple(packet.positions[member] for member in chosen)
         assert part._replace(positions=alone.positions)[:3] == alone[:3]
         if packet.size:
@@ -238,7 +237,7 @@ def test_what_travels_together() -> None:
         ended("g", 4, 8, "aborted"),
         trajectory("g", 5, 8, reward=None),
     ]
-    packets = encode_packets(items, LIMIT)
+    packets = packets_of(items, LIMIT)
     assert [packet.indices for packet in packets] == [(0,), (1,), (2, 3), (4, 5)]
     assert [packet.positions for packet in packets] == [(1,), (2,), (3, 0), (4, 5)]
     assert packets[3].members == "4 aborted - train\n5 unscorable - train\n"
@@ -249,16 +248,16 @@ def test_what_travels_together() -> None:
 
 def test_a_packet_is_bounded() -> None:
     tokens = MAX_PACKET_BYTES // 27  # three of them are below the bound
-    sizes = [len(p.indices) for p in encode_packets([trajectory("g", i, 9, tokens) for i in range(7)], LIMIT)]
+    sizes = [len(p.indices) for p in packets_of([trajectory("g", i, 9, tokens) for i in range(7)], LIMIT)]
     assert sizes == [3, 3, 1]
-    sizes = [len(p.indices) for p in encode_packets([trajectory("g", i, 9, 4096) for i in range(8)], LIMIT)]
+    sizes = [len(p.indices) for p in packets_of([trajectory("g", i, 9, 4096) for i in range(8)], LIMIT)]
     assert sizes == [4, 4], "seven would fit"
-    (large,) = encode_packets([trajectory("g", 0, 9, MAX_PACKET_BYTES)], LIMIT)
+    (large,) = packets_of([trajectory("g", 0, 9, MAX_PACKET_BYTES)], LIMIT)
     assert large.size > MAX_PACKET_BYTES
     many = [trajectory("g", index, 200, 3) for index in range(200)]
-    for packet in encode_packets(many, LIMIT):
+    for packet in packets_of(many, LIMIT):
         assert members_problem(received(packet)[0].members, packet.size) is None
-    assert [len(packet.indices) for packet in encode_packets(many, LIMIT)] == [50] * 4
+    assert [len(packet.indices) for packet in packets_of(many, LIMIT)] == [50] * 4
     assert {len(packet.indices) for packet in ended_packets(range(200), "failed")[:-1]} == {
         MAX_PACKET_MEMBERS
     }
@@ -269,18 +268,18 @@ def test_a_member_table_is_bounded_too() -> None:
     tokens = 6000
     steps = [{"start": start, "end": start + 1, "state_key": f"{start:064}"} for start in range(tokens)]
     items = [trajectory("g", index, 8, tokens=tokens, steps=steps) for index in range(8)]
-    packets = encode_packets(items, LIMIT)
+    packets = packets_of(items, LIMIT)
     assert [packet.indices for packet in packets] == [(index,) for index in range(8)]
     few = [trajectory("g", index, 8, steps=[{"start": 2, "end": 3}]) for index in range(8)]
-    assert len(encode_packets(few, LIMIT)) == 1
+    assert len(packets_of(few, LIMIT)) == 1
     with pytest.raises(
         TrajectoryError, match=r"has 58\d{4} bytes, max_trajectory_bytes is 400000: drop steps"
     ):
-        encode_packets(items, 400_000)
+        packets_of(items, 400_000)
 
 
 def test_received_columns_are_views() -> None:
-    stored, fields = received(encode_packets([trajectory(), trajectory(index=1)], LIMIT)[0])
+    stored, fields = received(packets_of([trajectory(), trajectory(index=1)], LIMIT)[0])
     payloads = payloads_of(stored, columns_of(stored, fields, {}), fields["header"])
     for payload in payloads:
         assert not payload.columns["input_ids"].flags.writeable
@@ -318,7 +317,7 @@ def test_received_columns_are_views() -> None:
     ids=lambda text: repr(text[:60]),
 )
 def test_what_is_no_header_is_a_wire_error(text: bytes) -> None:
-    stored, _ = received(encode_packets([trajectory(), trajectory(index=1)], LIMIT)[0])
+    stored, _ = received(packets_of([trajectory(), trajectory(index=1)], LIMIT)[0])
     with pytest.raises(WireError) as error:
         parse_header(text, stored.members)
     assert "\n" not in str(error.value)
@@ -327,7 +326,7 @@ def test_what_is_no_header_is_a_wire_error(text: bytes) -> None:
 @pytest.mark.parametrize("byte", b'0957-"{}[],:e \0\xff')
 def test_a_flipped_byte_in_the_header_ends_in_no_other_error(byte: int) -> None:
     items = [trajectory(data_source="math", model_version=[1, 1], metadata={"a": 1}), trajectory(index=1)]
-    (packet,) = encode_packets(items, LIMIT)
+    (packet,) = packets_of(items, LIMIT)
     header = packet.fields[HEADER]
     accepted = 0
     for at in range(len(header)):
@@ -342,7 +341,7 @@ def test_a_flipped_byte_in_the_header_ends_in_no_other_error(byte: int) -> None:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), item=trajectories())
 def test_cut_or_grown_columns_are_wire_errors(data: st.DataObject, item: Trajectory) -> None:
-    stored, fields = received(encode_packets([item], LIMIT)[0])
+    stored, fields = received(packets_of([item], LIMIT)[0])
     name = data.draw(st.sampled_from(stored.columns))
     raw = fields[name]
     size = data.draw(st.integers(0, len(raw) + 9).filter(lambda number: number != len(raw)))
@@ -360,7 +359,7 @@ def test_cut_or_grown_columns_are_wire_errors(data: st.DataObject, item: Traject
     ],
 )
 def test_an_extra_column_of_another_kind_is_a_wire_error(kind: str) -> None:
-    stored, fields = received(encode_packets([trajectory(extra=np.zeros((5, 2), np.float32))], LIMIT)[0])
+    stored, fields = received(packets_of([trajectory(extra=np.zeros((5, 2), np.float32))], LIMIT)[0])
     with pytest.raises(WireError) as error:
         columns_of(stored, fields, {"extra": kind})
     assert "\n" not in str(error.value)
@@ -370,7 +369,7 @@ def test_an_extra_column_of_another_kind_is_a_wire_error(kind: str) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.5])
 def test_wrong_values_on_the_wire_are_refused(value: float) -> None:
-    stored, fields = received(encode_packets([trajectory(), trajectory(index=1)], LIMIT)[0])
+    stored, fields = received(packets_of([trajectory(), trajectory(index=1)], LIMIT)[0])
     array = np.frombuffer(fields["rollout_log_probs"], "<f4").copy()
     array[6] = value
     with pytest.raises(WireError, match="at token 6"):
@@ -384,14 +383,14 @@ def test_wrong_values_on_the_wire_are_refused(value: float) -> None:
 
 def test_what_is_too_large_is_refused_at_the_producer() -> None:
     with pytest.raises(TrajectoryError, match="metadata"):
-        encode_packets([trajectory(metadata={"text": "x" * (1 << 20)})], LIMIT)
+        packets_of([trajectory(metadata={"text": "x" * (1 << 20)})], LIMIT)
     with pytest.raises(TrajectoryError, match=r"trajectory g/1 has .* bytes, max_trajectory_bytes is 1024"):
-        encode_packets([trajectory(), trajectory(index=1, tokens=300)], 1024)
+        packets_of([trajectory(), trajectory(index=1, tokens=300)], 1024)
 
 
 def test_the_largest_header_that_is_sent_can_be_read() -> None:
     def encode(text: str) -> Packet:
-        return encode_packets([trajectory(metadata={"text": text})], LIMIT)[0]
+        return packets_of([trajectory(metadata={"text": text})], LIMIT)[0]
 
     room = MAX_HEADER_BYTES - len(encode("").fields[HEADER])
     packet = encode("x" * room)
@@ -406,15 +405,15 @@ def test_rows_that_differ_in_an_extra_are_refused() -> None:
         {"input_ids": [1], "response_mask": [1], "x": np.zeros((1, width), np.float32)} for width in (2, 3)
     ]
     with pytest.raises(TrajectoryError, match="extra column x differs between rows"):
-        encode_packets([trajectory(rows=rows)], LIMIT)
+        packets_of([trajectory(rows=rows)], LIMIT)
 
 
 def test_outputs_of_an_earlier_run_are_not_pushed() -> None:
-    (packet,) = encode_packets([trajectory(advantages=np.ones(5), returns=np.ones(5))], LIMIT)
+    (packet,) = packets_of([trajectory(advantages=np.ones(5), returns=np.ones(5))], LIMIT)
     stored, fields = received(packet)
     assert not {"advantages", "returns"} & {*fields, *stored.columns}
 
 
 def test_a_header_is_small_where_there_is_nothing_to_say() -> None:
-    (packet,) = encode_packets([trajectory(model_version=3, data_source="math")], LIMIT)
+    (packet,) = packets_of([trajectory(model_version=3, data_source="math")], LIMIT)
     assert packet.fields[HEADER] == to_json({"group_size": 2, "data_source": "math"})

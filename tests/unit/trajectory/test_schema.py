@@ -111,6 +111,13 @@ def test_round_trip(trajectory):
     VALIDATOR.validate(record)
 
 
+def test_a_round_of_evaluation_stands_in_files():
+    record = {**FLAT, "role": "eval", "round": "step-100"}
+    trajectory = parse_trajectory(record)
+    assert (trajectory.round, trajectory.to_json()) == ("step-100", record)
+    VALIDATOR.validate(record)
+
+
 def test_a_single_row_stands_at_top_level_and_several_in_rows():
     flat = parse_trajectory(FLAT)
     assert flat.to_json() == FLAT
@@ -191,6 +198,8 @@ BAD_FIELDS = [
     ("data_source", 5),
     ("data_source", "\ud800"),
     ("role", "judge"),
+    ("round", "step-1"),
+    ("round", "step 1"),
     ("metadata", []),
     ("metadata", {"a": float("nan")}),
     ("metadata", {"a": "\ud800"}),
@@ -249,7 +258,8 @@ def test_a_missing_field_is_named(field):
         ({"group_size": 0}, "group_size: is 0, needs at least 1"),
         ({"group_size": 4097}, "group_size: is 4097, needs at most 4096"),
         ({"rollout_index": 8192}, "rollout_index: is 8192, needs less than 8192"),
-        ({"group_id": "a b"}, r"group_id: is 'a b', needs to match ^[^\s\x00-\x1f]+$"),
+        ({"group_id": "a b"}, r"group_id: is 'a b', needs to match ^[^\s\x00-\x1f}]+$"),
+        ({"group_id": "a}b"}, r"group_id: is 'a}b', needs to match ^[^\s\x00-\x1f}]+$"),
         ({"steps": [{"start": 0}]}, "steps.0.end: is missing, needs a value"),
         ({"steps": [{"start": 0, "end": 0}]}, "steps.0.end: is 0, needs more than 0"),
         (
@@ -275,7 +285,8 @@ def test_what_is_no_object_is_refused(value):
     [
         (
             lambda: Trajectory(**FLAT, lenght=3),
-            "Trajectory: extra column lenght is the single value 3, needs a list",
+            "Trajectory: extra column lenght is the single value 3, needs a list, "
+            "or to stand in metadata={'lenght': ...}",
         ),
         (
             lambda: Trajectory(**{**FLAT, "reward": "1"}),

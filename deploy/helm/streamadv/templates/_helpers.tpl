@@ -38,6 +38,9 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and .Values.valkey.enabled .Values.valkey.aclSecret.name .Values.valkey.exporter.enabled (not .Values.valkey.exporter.passwordSecret.name) }}
 {{- fail "valkey.exporter.passwordSecret.name is empty: name the secret with the password of valkey.exporter.user, or set valkey.exporter.enabled to false" }}
 {{- end }}
+{{- if and .Values.exporter.passwordSecret.name .Values.server.urlSecret.name }}
+{{- fail "exporter.passwordSecret.name is set and server.urlSecret has the user: give server.url, or leave it empty" }}
+{{- end }}
 {{- if and .Values.valkey.tlsAuthClients (not .Values.server.tls.clientSecret.name) }}
 {{- fail "valkey.tlsAuthClients asks for client certificates: name one in server.tls.clientSecret.name" }}
 {{- end }}
@@ -72,7 +75,7 @@ redis{{ if $tls }}s{{ end }}://{{ if .Values.valkey.aclSecret.name }}{{ .Values.
 {{- end -}}
 {{- end }}
 
-{{- /* The flags of the run's settings, with the scorers. */ -}}
+{{- /* The flags of the run's settings, with the scorers; nothing without any. */ -}}
 {{- define "streamadv.runFlags" -}}
 {{- $settings := deepCopy .Values.runSettings }}
 {{- if .Values.scorers }}
@@ -94,14 +97,71 @@ redis{{ if $tls }}s{{ end }}://{{ if .Values.valkey.aclSecret.name }}{{ .Values.
 {{- end }}
 {{- end }}
 
+{{- /* What every container of a pod has. Arguments: root, own, server, url. */ -}}
+{{- define "streamadv.place" -}}
+env:
+  - name: STREAMADV_REDIS_URL
+    {{- if .server.urlSecret.name }}
+    valueFrom: {secretKeyRef: {name: {{ .server.urlSecret.name }}, key: {{ .server.urlSecret.key }}}}
+    {{- else }}
+    value: {{ .url | quote }}
+    {{- end }}
+  - {name: STREAMADV_RUN, value: {{ .root.Values.run | quote }}}
+  - {name: STREAMADV_LOG_LEVEL, value: {{ .root.Values.logLevel }}}
+  - {name: STREAMADV_LOG_FORMAT, value: {{ .root.Values.logFormat }}}
+  - {name: STREAMADV_METRICS_HOST, value: 0.0.0.0}
+  - {name: STREAMADV_METRICS_PORT, value: "9100"}
+  {{- with .server.passwordSecret }}
+  {{- if .name }}
+  - {name: STREAMADV_REDIS_PASSWORD_FILE, value: /secrets/password/{{ .key }}}
+  {{- end }}
+  {{- end }}
+  {{- with .server.tls.caSecret }}
+  {{- if .name }}
+  - {name: STREAMADV_TLS_CA_FILE, value: /secrets/ca/{{ .key }}}
+  {{- end }}
+  {{- end }}
+  {{- with .server.tls.clientSecret }}
+  {{- if .name }}
+  - {name: STREAMADV_TLS_CERT_FILE, value: /secrets/client/{{ .certKey }}}
+  - {name: STREAMADV_TLS_KEY_FILE, value: /secrets/client/{{ .keyKey }}}
+  {{- end }}
+  {{- end }}
+  {{- with .own.env }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+volumeMounts:
+  - {name: tmp, mountPath: /tmp}
+  {{- if .server.passwordSecret.name }}
+  - {name: password, mountPath: /secrets/password, readOnly: true}
+  {{- end }}
+  {{- if .server.tls.caSecret.name }}
+  - {name: ca, mountPath: /secrets/ca, readOnly: true}
+  {{- end }}
+  {{- if .server.tls.clientSecret.name }}
+  - {name: client, mountPath: /secrets/client, readOnly: true}
+  {{- end }}
+  {{- with .own.volumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
 {{- /*
-A Deployment of one kind of process. Arguments: root, component, own (its values), image, args,
-scaled (no replicas: somebody else sets them).
+A Deployment of one kind of process. Arguments: root, component, own (its values), image, args, settings (flags of
+`streamadv runs create`, which then runs first), scaled (no replicas: somebody else sets them), login (user and
+passwordSecret in place of the server's).
 */ -}}
 {{- define "streamadv.deployment" -}}
 {{- $root := .root }}
-{{- $server := $root.Values.server }}
+{{- $server := mergeOverwrite (deepCopy $root.Values.server) (.login | default dict) }}
+{{- $url := include "streamadv.url" $root }}
+{{- if .login }}{{ $url = regexReplaceAllLiteral "//([^/@]*@)?" $url (printf "//%s@" .login.user) }}{{ end }}
 {{- $own := .own }}
+{{- $place := include "streamadv.place" (dict "root" $root "own" $own "server" $server "url" $url) }}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
@@ -132,42 +192,25 @@ spec:
       {{- with $own.runtimeClassName }}
       runtimeClassName: {{ . }}
       {{- end }}
+      {{- with .settings }}
+      initContainers:
+        - name: settings
+          image: {{ $.image | quote }}
+          imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+          args:
+            - runs
+            - create
+            - --wait=60
+            {{- . | nindent 12 }}
+          resources: {{- toYaml $own.resources | nindent 12 }}
+          {{- $place | nindent 10 }}
+      {{- end }}
       containers:
         - name: {{ .component }}
           image: {{ .image | quote }}
           imagePullPolicy: {{ $root.Values.images.pullPolicy }}
           args: {{- .args | trim | nindent 12 }}
-          env:
-            - name: STREAMADV_REDIS_URL
-              {{- if $server.urlSecret.name }}
-              valueFrom: {secretKeyRef: {name: {{ $server.urlSecret.name }}, key: {{ $server.urlSecret.key }}}}
-              {{- else }}
-              value: {{ include "streamadv.url" $root | quote }}
-              {{- end }}
-            - {name: STREAMADV_RUN, value: {{ $root.Values.run | quote }}}
-            - {name: STREAMADV_LOG_LEVEL, value: {{ $root.Values.logLevel }}}
-            - {name: STREAMADV_LOG_FORMAT, value: {{ $root.Values.logFormat }}}
-            - {name: STREAMADV_METRICS_HOST, value: 0.0.0.0}
-            - {name: STREAMADV_METRICS_PORT, value: "9100"}
-            {{- with $server.passwordSecret }}
-            {{- if .name }}
-            - {name: STREAMADV_REDIS_PASSWORD_FILE, value: /secrets/password/{{ .key }}}
-            {{- end }}
-            {{- end }}
-            {{- with $server.tls.caSecret }}
-            {{- if .name }}
-            - {name: STREAMADV_TLS_CA_FILE, value: /secrets/ca/{{ .key }}}
-            {{- end }}
-            {{- end }}
-            {{- with $server.tls.clientSecret }}
-            {{- if .name }}
-            - {name: STREAMADV_TLS_CERT_FILE, value: /secrets/client/{{ .certKey }}}
-            - {name: STREAMADV_TLS_KEY_FILE, value: /secrets/client/{{ .keyKey }}}
-            {{- end }}
-            {{- end }}
-            {{- with $own.env }}
-            {{- toYaml . | nindent 12 }}
-            {{- end }}
+          {{- $place | nindent 10 }}
           ports: [{name: metrics, containerPort: 9100}]
           # It listens once its libraries are loaded; a server that does not answer makes it unready, never restarted.
           startupProbe: {httpGet: {path: /livez, port: metrics}, periodSeconds: 2, failureThreshold: 60}
@@ -180,24 +223,6 @@ spec:
           {{- end }}
           {{- end }}
           resources: {{- toYaml $resources | nindent 12 }}
-          securityContext:
-            allowPrivilegeEscalation: false
-            readOnlyRootFilesystem: true
-            capabilities: {drop: [ALL]}
-          volumeMounts:
-            - {name: tmp, mountPath: /tmp}
-            {{- if $server.passwordSecret.name }}
-            - {name: password, mountPath: /secrets/password, readOnly: true}
-            {{- end }}
-            {{- if $server.tls.caSecret.name }}
-            - {name: ca, mountPath: /secrets/ca, readOnly: true}
-            {{- end }}
-            {{- if $server.tls.clientSecret.name }}
-            - {name: client, mountPath: /secrets/client, readOnly: true}
-            {{- end }}
-            {{- with $own.volumeMounts }}
-            {{- toYaml . | nindent 12 }}
-            {{- end }}
       volumes:
         - {name: tmp, emptyDir: {sizeLimit: 256Mi}}
         {{- with $server.passwordSecret }}

@@ -1,0 +1,39 @@
+"""Where a process starts a thread, waits, draws a name or opens a connection: `streamadv.testing` takes these over.
+
+`clock.now` is the door of time. What is not listed here never lasts: a lock that is held during a request is `RLock` or
+`Condition` of this module, and every other one is `threading`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+Event = threading.Event
+Thread = threading.Thread
+RLock = threading.RLock
+Condition = threading.Condition
+Queue = queue.Queue
+SimpleQueue = queue.SimpleQueue
+#: The bytes of a name that nobody else has.
+random_bytes = os.urandom
+#: Options of redis-py's clients, blocking and of asyncio.
+client_options: dict[str, Any] = {}
+async_client_options: dict[str, Any] = {}
+
+
+def wall() -> float:
+    """Seconds since 1970."""
+    return time.time()
+
+
+def sleep(seconds: float) -> None:
+    """Do nothing for so long."""
+    pause(seconds)
+
+
+#: What `sleep` does: functions have that as a default, which stays when this is replaced.
+pause = time.sleep

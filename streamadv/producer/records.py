@@ -1,0 +1,218 @@
+"""Records as users push them, read by hand: pydantic takes several times as long.
+
+What is out of the ordinary, and everything wrong, is left to the full check, which alone words the errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import isfinite
+from typing import Any, Final
+
+import numpy as np
+
+from ..trajectory.checked import Checked, CheckedRow, StepSpan
+from ..trajectory.columns import COLUMN_NAME, KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, known_array
+from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
+from ..trajectory.names import check_names
+from ..trajectory.schema import (
+    MAX_GROUP_SIZE,
+    MAX_REWARDS,
+    MAX_ROWS,
+    MAX_STEPS,
+    Role,
+    Status,
+    Step,
+    extra_column,
+)
+from .checks import check_records, is_plain_group
+from .tickets import GROUP_ROLES, Ticket
+
+_STATUSES: Final = frozenset(Status)
+_ROLES: Final = frozenset(Role)
+#: What the pipeline says of a trajectory; of the other fields, a ticket says the group's.
+_OUTPUTS: Final = frozenset(("batch", "staleness", *OUTPUT_COLUMNS))
+_FIELDS: Final = frozenset(
+    (
+        *("rollout_index", "reward", "reward_later", "rewards", "status", "role", "model_version"),
+        *("data_source", "metadata", "steps", "rows", "agent"),
+    )
+)
+_ROW_FIELDS: Final = frozenset(("agent", "reward"))
+_STEP_FIELDS: Final = frozenset(Step.model_fields)
+_REQUIRED: Final = frozenset(REQUIRED_COLUMNS)
+_NUMBERS: Final = (float, int, np.floating, np.integer)
+
+
+class _Unclear(ValueError):
+    """The full check has to look at it."""
+
+
+def read_records(records: Sequence[Any], ticket: Ticket) -> list[Checked]:
+    """Records of the ticket's group; fields that the ticket knows are filled in. Raises TrajectoryError."""
+    by_hand = read_by_hand(records, ticket)
+    return by_hand or [Checked.of(trajectory) for trajectory in check_records(records, ticket)]
+
+
+def read_by_hand(records: Sequence[Any], ticket: Ticket) -> list[Checked] | None:
+    """What the full check would make of the records; None if it has to look at them."""
+    if type(records) not in (list, tuple) or not _is_plain_ticket(ticket):
+        return None
+    try:
+        found = [_read(record, ticket) for record in records]
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return found if len({one.rollout_index for one in found}) == len(found) else None
+
+
+def _is_plain_ticket(ticket: Ticket) -> bool:
+    return (
+        is_plain_group(ticket.group_id, ticket.data_source)
+        and type(ticket.group_size) is int
+        and 1 <= ticket.group_size <= MAX_GROUP_SIZE
+        and type(ticket.slots) is int
+        and ticket.role in GROUP_ROLES
+        and type(ticket.metadata) is dict
+    )
+
+
+def _read(record: Any, ticket: Ticket) -> Checked:
+    if type(record) is not dict:
+        raise _Unclear
+    get, rows = record.get, _rows(record)
+    index, reward, later = get("rollout_index"), get("reward"), get("reward_later")
+    index = ticket.rollout_index if index is None else _whole(index)
+    scored, later = "reward" in record, False if later is None else later
+    status, role, source = get("status"), get("role"), get("data_source")
+    status, role = Status.COMPLETED if status is None else status, ticket.role if role is None else role
+    metadata, named, steps = get("metadata"), get("rewards"), get("steps")
+    if metadata is None:
+        metadata = ticket.metadata
+    elif type(metadata) is dict:
+        metadata = {**ticket.metadata, **metadata}
+    if (
+        not 0 <= index < min(ticket.slots, 2 * MAX_GROUP_SIZE)
+        or type(later) is not bool
+        or (later and scored)
+        or not (isinstance(status, str) and status in _STATUSES)
+        or not (isinstance(role, str) and role in _ROLES)
+        or type(metadata) is not dict
+        or not (not metadata or is_plain(metadata))
+        or not (rows or status not in (Status.COMPLETED, Status.TRUNCATED))
+    ):
+        raise _Unclear
+    return Checked(
+        ticket.group_id,
+        ticket.group_size,
+        index,
+        rows,
+        None if reward is None else _number(reward),
+        scored,
+        later,
+        {} if named is None else _named(named),
+        status,
+        role,
+        _version(record.get("model_version", ticket.model_version)),
+        ticket.data_source if source is None else _text(source),
+        metadata,
+        () if steps is None else _steps(steps, [len(row.columns["input_ids"]) for row in rows]),
+    )
+
+
+@lru_cache(256)
+def _columns_of(names: tuple[Any, ...], fields: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the names in a record or a row: known columns, in the order of writing, and what is none of its `fields`."""
+    if not all(type(name) is str and name not in _OUTPUTS for name in names):
+        raise _Unclear
+    others = [name for name in names if name not in KNOWN_COLUMNS and name not in fields]
+    return tuple([name for name in KNOWN_COLUMNS if name in names]), tuple(others)
+
+
+def _rows(record: Mapping[str, Any]) -> list[CheckedRow]:
+    known, extras = _columns_of(tuple(record), _FIELDS)
+    has_columns = any(record[name] is not None for name in (*known, *extras)) or "agent" in record
+    given = record.get("rows")
+    if given in (None, []):
+        return [_row(record, known, extras)] if has_columns else []
+    if has_columns or type(given) is not list or len(given) > MAX_ROWS:
+        raise _Unclear
+    rows = []
+    for data in given:
+        if type(data) is not dict:
+            raise _Unclear
+        reward = data.get("reward")
+        row = _row(data, *_columns_of(tuple(data), _ROW_FIELDS))
+        rows.append(row if reward is None else row._replace(reward=_number(reward)))
+    if len({(*row.columns, *row.extras) for row in rows}) > 1:
+        raise _Unclear
+    return rows
+
+
+def _row(data: Mapping[str, Any], known: Sequence[str], others: Sequence[str]) -> CheckedRow:
+    columns = {name: known_array(name, value) for name in known if (value := data[name]) is not None}
+    if not columns.keys() >= _REQUIRED or len(set(map(len, columns.values()))) > 1:
+        raise _Unclear
+    extras, agent = {}, data.get("agent")
+    if others:
+        names = [name for name in others if data[name] is not None]
+        check_names(names)
+        if not all(map(COLUMN_NAME.fullmatch, names)):
+            raise _Unclear
+        extras = {name: extra_column(name, data[name], len(columns["input_ids"])) for name in names}
+    return CheckedRow(columns, extras, None if agent is None else _text(agent))
+
+
+def _steps(steps: Any, lengths: Sequence[int]) -> list[StepSpan]:
+    """lengths: tokens of the rows."""
+    if type(steps) not in (list, tuple) or len(steps) > MAX_STEPS:
+        raise _Unclear
+    spans = []
+    for step in steps:
+        if type(step) is Step:
+            span = StepSpan.of(step)
+        elif type(step) is dict and step.keys() <= _STEP_FIELDS:
+            get, key = step.get, step.get("state_key")
+            key = None if key is None else _text(key)
+            row, start, end = _whole(get("row", 0)), _whole(get("start")), _whole(get("end"))
+            span = StepSpan(row, start, end, _number(get("reward", 0.0)), key)
+        else:
+            raise _Unclear
+        if not (0 <= span.row < len(lengths) and 0 <= span.start < span.end <= lengths[span.row]):
+            raise _Unclear
+        spans.append(span)
+    return spans
+
+
+def _named(rewards: Any) -> dict[str, float]:
+    if type(rewards) is not dict or len(rewards) > MAX_REWARDS:
+        raise _Unclear
+    return {_text(name): _number(value) for name, value in rewards.items()}
+
+
+def _version(version: Any) -> int | tuple[int, int] | None:
+    if version is None:
+        return None
+    oldest, newest = map(_whole, version if type(version) in (list, tuple) else (version, version))
+    if not 0 <= oldest <= newest < MAX_VERSION:
+        raise _Unclear
+    return (oldest, newest) if type(version) in (list, tuple) else oldest
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, _NUMBERS) and isfinite(value):
+        return float(value)
+    raise _Unclear
+
+
+def _whole(value: Any) -> int:
+    if type(value) is int or isinstance(value, np.integer):
+        return int(value)
+    raise _Unclear
+
+
+def _text(value: Any) -> str:
+    """Raises UnicodeEncodeError for half of a surrogate pair."""
+    if type(value) is str and len(value) <= MAX_SHORT_TEXT and (value.isascii() or value.encode()):
+        return value
+    raise _Unclear

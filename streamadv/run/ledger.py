@@ -1,0 +1,50 @@
+"""The counters of a ledger that a run has. Producers can write others into it, of any name: they are no counters.
+
+Whoever reads a ledger goes by these names, so that what stands beside them costs little and shows nowhere by its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..metrics.instruments import KEPT, OUTCOMES
+from ..store.replies import as_whole
+
+#: Counters that add up to `queued`: with a scorer, in the rollouts stream, in an open group, in the groups log.
+QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
+#: The counters without a reason.
+COUNTERS: Final = (
+    *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
+    *("rollouts_packets", "scoring_packets", "live_bytes", "dead_bytes", "groups_abandoned", "groups_eval"),
+    "malformed",
+)
+#: How a group ends.
+ENDINGS: Final = (*(outcome for outcome in OUTCOMES if outcome != "other"), "dead", "malformed", "trained")
+#: Why trajectories are dropped: beside the outcomes of their groups.
+DROPPED: Final = (
+    *("surplus", "late", "baseline", "failed", "aborted", "unscorable", "wrong_role"),
+    *(outcome for outcome in OUTCOMES if outcome not in (*KEPT, "other")),
+)
+#: Why trajectories are dead.
+DEAD: Final = ("undecodable", "compute_error", "missing_column", "malformed")
+
+_REASONS: Final = {"outcome": ENDINGS, "dropped": DROPPED, "dead": DEAD}
+#: All counters, those with a reason as `kind:reason`.
+NAMES: Final = (*COUNTERS, *(f"{kind}:{reason}" for kind, reasons in _REASONS.items() for reason in reasons))
+_KNOWN: Final = frozenset(NAMES)
+
+
+def known_counters(stored: Mapping[str, Any]) -> Counter[str]:
+    """Of the fields of a ledger its counters; reasons that are none of the run's are added up as `other`."""
+    counters = Counter[str]()
+    for name, value in stored.items():
+        if name not in _KNOWN:
+            kind = name.partition(":")[0]
+            if kind == name or kind not in _REASONS:
+                continue
+            name = f"{kind}:other"
+        if (count := as_whole(value)) is not None:
+            counters[name] += count
+    return counters

@@ -1,0 +1,93 @@
+"""What docs/concepts/guarantees.md allows: which trajectories may be gone, and which have to be trained on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from .scene import Acknowledged, Group, Life, Place
+from .strands import Process
+from .world import World
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+#: Of times that are compared: a reply may have been under way.
+SLACK_S: Final = 0.01
+#: Seconds without a disturbance in which a producer notices what the server has lost, and sends it again: it asks every
+#: 10 s.
+HEARD_S: Final = 15.0
+
+
+def is_quiet(world: World, process: Process, since: float, until: float) -> bool:
+    """Whether nothing befell the server or the process's requests in this time."""
+    return all(last < since or first > until for first, last in (*world.outages, *process.disturbances))
+
+
+def _was_heard(world: World, process: Process, since: float, until: float) -> bool:
+    """Whether nothing befell them for HEARD_S on end."""
+    for first, last in sorted((*world.outages, *process.disturbances)):
+        if min(first, until) - since >= HEARD_S:
+            return True
+        since = max(since, last)
+    return until - since >= HEARD_S
+
+
+def lost_for_good(pipeline: Pipeline, life: Life, asked: float, when: float) -> bool:
+    """Whether what a producer was told between these times may be gone: the server has lost it, and the producer had
+    left before, or was killed, or has left unheard, before it could say it again.
+    """
+    world, was_lost = pipeline.world, False
+    for at, since in world.lost:
+        # What was lost once was pushed again at some time before the end, and may be lost again.
+        if (since - SLACK_S <= when and asked <= at + SLACK_S) or (was_lost and since <= life.end):
+            may_be_unheard = life.is_unheard or life.left is None
+            if life.end <= at or (may_be_unheard and not _was_heard(world, life.process, at, life.end)):
+                return True
+            was_lost = True
+    return False
+
+
+def is_excused(pipeline: Pipeline, acknowledged: list[Acknowledged]) -> bool:
+    """Whether nobody could push again what the server has lost."""
+    return all(lost_for_good(pipeline, each.life, each.asked, each.when) for each in acknowledged)
+
+
+def was_lost_twice(pipeline: Pipeline, acknowledged: list[Acknowledged]) -> bool:
+    """Whether the server lost it and then a trainer ended, which may have trained on the group already."""
+    lost = [
+        at
+        for at, since in pipeline.world.lost
+        for each in acknowledged
+        if since - SLACK_S <= each.when and each.asked <= at + SLACK_S
+    ]
+    return any(end > min(lost) for end in pipeline.job_ends) if lost else False
+
+
+def may_be_dropped(pipeline: Pipeline, group: Group) -> bool:
+    """Whether the group may have ended otherwise: a part of it was lost, or came after its deadline."""
+    if any(is_excused(pipeline, pipeline.acknowledged[place]) for place in group.places):
+        return True
+    if pipeline.scene.scored:  # its rewards may have come after its deadline
+        return pipeline.world.time > group.begun + group.deadline_s
+    last = max(min(each.when for each in pipeline.acknowledged[place]) for place in group.places)
+    return last > group.begun + group.deadline_s - 1.0
+
+
+def must_train(pipeline: Pipeline) -> list[Place]:
+    """Places of groups whose members were all acknowledged, and that nothing but training may end."""
+    if pipeline.scene.redundancy:  # another member of the group may stand for each of them
+        return []
+    return [place for group in whole_groups(pipeline) for place in group.places]
+
+
+def whole_groups(pipeline: Pipeline) -> list[Group]:
+    """Groups whose members were all acknowledged, and that nothing but training may end."""
+    return [
+        group
+        for group in pipeline.groups.values()
+        if group.whole
+        and group.role == "train"
+        and all(place in pipeline.acknowledged for place in group.places)
+        # its rewards may have come after its deadline
+        and not (pipeline.scene.scored and pipeline.world.time > group.begun + group.deadline_s)
+    ]

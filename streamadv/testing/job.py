@@ -1,0 +1,236 @@
+"""The training job: ranks that train together, save, and start again from the newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import BatchLostError, CheckpointError, EpochFencedError, StarvedError
+from ..trainer.queue import TrainerQueue
+from .excuses import must_train
+from .scene import RUN, Life, Place
+from .strands import Process
+from .world import URL
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+CHAIN: Final = "reinforce"
+#: What a rank waits for the others: its process group's timeout.
+COLLECTIVE_S: Final = 45.0
+#: Seconds after which everybody has heard of a producer that nothing disturbs.
+KNOWN_S: Final = 45.0
+#: In a checkpoint: what has been trained on, in the order of training.
+WEIGHTS: Final = "weights.json"
+
+
+class Store:
+    """The key-value store of a process group."""
+
+    timeout = timedelta(seconds=COLLECTIVE_S)
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, text: str) -> None:
+        self._values[key] = text.encode()
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        """expected: "" for a key that is not there."""
+        if self._values.get(key, b"") == expected.encode():
+            self._values[key] = text.encode()
+        return self._values.get(key, b"")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def delete_key(self, key: str) -> None:
+        self._values.pop(key, None)
+
+
+def files_of(pipeline: Pipeline) -> SimpleNamespace:
+    """`shutil` for checkpoints: who was killed removes nothing."""
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if not pipeline.world.process.dead:
+            shutil.rmtree(path, ignore_errors)
+
+    return SimpleNamespace(rmtree=rmtree)
+
+
+class Job:
+    """One start of the training job: its ranks meet before each step, as in a collective call."""
+
+    def __init__(self, pipeline: Pipeline, number: int, weights: list[Place]) -> None:
+        self.pipeline = pipeline
+        self.number = number
+        self.weights = weights
+        self.store = Store()
+        self.processes: list[Process] = []
+        self._has_ended = False
+        self._met: list[dict[int, Any]] = []
+        self._steps: Counter[int] = Counter()
+        self._apart: int | None = None  # the step in which ranks had different batches
+
+    def _meet(self, rank: int, what: Any) -> list[Any]:
+        """What each rank has brought to this meeting. Ends the job when one does not come."""
+        number = self._steps[rank]
+        self._steps[rank] += 1
+        while len(self._met) <= number:
+            self._met.append({})
+        here = self._met[number]
+        here[rank] = what
+        world = self.pipeline.world
+        until = world.time + COLLECTIVE_S
+        while len(here) < self.pipeline.scene.ranks:
+            if world.time > until:
+                raise TimeoutError("the process group timed out")
+            world.sleep(0.05)
+        return [here[each] for each in sorted(here)]
+
+    def _train(self, rank: int, k: int, members: tuple[Place, ...]) -> None:
+        """All ranks have a batch and train it together."""
+        brought = self._meet(rank, (k, members))
+        if any(each[0] == "end" for each in brought):
+            raise TimeoutError("ranks do different things")
+        if self._apart is not None and rank:
+            self.pipeline.violate(f"P1: ranks trained different batches {self._apart}, and go on untold")
+        if any(each != brought[0] for each in brought):
+            self._apart = k
+        if not rank:
+            self.weights += members
+            self.pipeline.trained.update(members)
+
+    def end(self) -> None:
+        """One rank has died, so the launcher ends the others and starts anew."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self.pipeline.job_ends.append(self.pipeline.world.time)
+        for process in self.processes:
+            process.kill()
+        self.pipeline.restart_job()
+
+    def failed(self, process: Process, error: BaseException) -> None:
+        """A rank has raised."""
+        timed_out = (TimeoutError, CheckpointError)
+        expected = (BatchLostError, EpochFencedError, *timed_out)
+        has_cause = (
+            self.pipeline.world.lost or self.number < self.pipeline.jobs or isinstance(error, timed_out)
+        )
+        if not (isinstance(error, expected) and has_cause):
+            self.pipeline.violate(f"{process.name} raised {type(error).__name__}: {error}")
+        process.kill()
+        self.end()
+
+    def run_rank(self, rank: int) -> None:
+        """What a rank's process does."""
+        pipeline, scene = self.pipeline, self.pipeline.scene
+        queue = TrainerQueue(
+            URL,
+            RUN,
+            rank=rank,
+            world_size=scene.ranks,
+            job=f"job{self.number}",
+            batch_groups=scene.batch_groups,
+            max_staleness=None if scene.max_staleness < 0 else scene.max_staleness,  # type: ignore[operator]
+            drop_after=100_000 if scene.max_staleness >= 0 else None,  # type: ignore[operator]
+            prefetch=scene.prefetch,
+            chain=CHAIN,
+            commit="each_batch" if scene.each_batch else "manual",
+            keep_rolled_back=True,
+            max_filtered_batches=None,
+            settings=pipeline.settings,
+        )
+        if scene.folder and not scene.each_batch:
+            path = queue.resume(pipeline.folder)
+            if not rank:
+                weights = json.loads((path / WEIGHTS).read_text()) if path else []
+                self.weights = [(group_id, index) for group_id, index in weights]
+        elif pipeline.checkpoint is not None:
+            queue.load_state_dict(pipeline.checkpoint[1])
+        elif not rank:
+            queue.open()
+        while True:
+            have_left = len(pipeline.done) == len(scene.producers)
+            try:
+                batch = queue.next_batch()
+            except StarvedError:  # the run has ended as well
+                if self.weights:
+                    raise
+                batch = None
+            if batch is None:
+                if self._is_over(rank, have_left):
+                    break
+                continue
+            members = tuple((each.group_id, each.rollout_index) for each in batch.references)
+            self._train(rank, batch.version, members)
+            queue.trained(batch)
+            if (batch.version + 1) % scene.save_every == 0:
+                self._save(queue, rank)
+        self._save(queue, rank)
+        pipeline.ended |= not rank
+
+    def _save(self, queue: TrainerQueue, rank: int) -> None:
+        if self.pipeline.scene.folder and not self.pipeline.scene.each_batch:
+            with queue.checkpoint(self.pipeline.folder) as path:
+                if not rank:
+                    (path / WEIGHTS).write_text(json.dumps(self.weights))
+            if not rank:
+                self.pipeline.checkpoint = (list(self.weights), {})
+            return
+        if rank:
+            return
+        state = queue.state_dict()
+        self.pipeline.checkpoint = (list(self.weights), state)
+        queue.commit(state)
+
+    def _is_over(self, rank: int, have_left: bool) -> bool:
+        """All ranks were told that the run has ended: whether it is over.
+
+        have_left: whether all producers had left before this rank asked. Rank 0 decides: if not, more may come.
+        """
+        brought = self._meet(rank, ("end", have_left))
+        if any(each[0] != "end" for each in brought):
+            raise TimeoutError("ranks do different things")
+        if not rank:
+            self._check_end()
+        is_over: bool = brought[0][1]
+        if not is_over:
+            self.pipeline.world.sleep(2.0)
+        return is_over
+
+    def _check_end(self) -> None:
+        """While a producer is alive that has been heard of, the run may not end without what it has pushed."""
+        pipeline, world, weights = self.pipeline, self.pipeline.world, set(self.weights)
+        for life in pipeline.lives:
+            is_well = (
+                not life.process.dead
+                and life.closed is None
+                and world.time - max(life.process.disturbed_until, world.disturbed_until) > KNOWN_S
+            )
+            if not is_well:
+                continue
+            if life.finished is None and world.time - life.opened > 5.0:
+                pipeline.violate(
+                    f"P3: the run has ended, and producer {life.name} is alive and has not finished"
+                )
+            if missing := [
+                place
+                for place in must_train(pipeline)
+                if place not in weights and self._has_pushed(life, place)
+            ]:
+                pipeline.violate(
+                    f"P3: the run has ended without {missing[:4]} of {life.name}, which is alive"
+                )
+
+    def _has_pushed(self, life: Life, place: Place) -> bool:
+        return any(each.life is life for each in self.pipeline.acknowledged.get(place, ()))

@@ -1,0 +1,144 @@
+"""Whether the promises held: compares a run that is over with what its producers were told and its trainer saved."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from ..run import find_run
+from ..status import problems_of, read_shards
+from ..status.audit import audit
+from ..status.model import Ledger
+from ..store.connection import Connection
+from .excuses import is_excused, may_be_dropped, was_lost_twice, whole_groups
+from .pipeline import Pipeline
+from .plan import Choices, cut_down
+from .scene import RUN, Place, Violation
+from .strands import Stuck
+from .world import KINDS, URL, World
+
+#: Streams that a run leaves empty.
+STREAMS: Final = (b":rollouts", b":groups", b":work", b":results", b":scoring:judge")
+
+
+def judge(pipeline: Pipeline) -> None:
+    """Raises Violation for a promise that did not hold. The run is over, and nothing fails any more."""
+    world, found = pipeline.world, list[str]()
+    process = world.start("judge.1", lambda: found.extend(_found(pipeline)))
+    world.run(lambda: not process.strands)
+    if process.errors:
+        raise process.errors[0]
+    if found:
+        raise Violation("; ".join(found))
+
+
+def _found(pipeline: Pipeline) -> Iterator[str]:
+    run = find_run(Connection(URL), RUN)
+    weights = pipeline.checkpoint[0] if pipeline.checkpoint else []
+    for shard in read_shards(run):
+        yield from (f"accounting: {text}" for text in problems_of(shard))
+    yield from (f"accounting (deep): {text}" for text in audit(run).problems)
+    counters = run.counters()
+    ledger = Ledger.of(counters)
+    if ledger.queued or ledger.in_flight:
+        yield f"P3: after the end {ledger.queued} trajectories are queued, {ledger.in_flight} in flight"
+    twice = [place for place, count in Counter(weights).items() if count > 1]
+    if twice:
+        yield f"P1: {twice[:4]} are in the weights twice"
+    yield from _missing(pipeline, set(weights))
+    # What nobody has pushed again is in the weights, and the server knows nothing of it.
+    unknown = sum(is_excused(pipeline, pipeline.acknowledged.get(place, [])) for place in weights)
+    if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
+        yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
+    store = pipeline.world.server.store
+    for key, value in sorted(store.data.items()):
+        if key.endswith(STREAMS) and value.ids:
+            yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
+
+
+def _may_count_otherwise(pipeline: Pipeline) -> bool:
+    """Whether a job may have trained on what is not in the checkpoint, and the ledger counts it."""
+    lost_at = min((at for at, _ in pipeline.world.lost), default=math.inf)
+    each_batch = pipeline.scene.each_batch
+    return any(each_batch or end > lost_at for end in pipeline.job_ends)
+
+
+def _missing(pipeline: Pipeline, weights: set[Place]) -> Iterator[str]:
+    """What was acknowledged and is nowhere, and whole groups that were not trained on."""
+    ended: set[Place] = set()
+    for name in (b"{r:0:0}:ended", b"{r:0:0}:ended_before"):
+        tombstones: dict[bytes, bytes] = pipeline.world.server.store.data.get(name, {})
+        for group_id, text in tombstones.items():
+            digits = text.decode()[1:]
+            ended |= {(group_id.decode(), index) for index, digit in enumerate(digits) if digit == "1"}
+    if (
+        pipeline.scene.each_batch
+    ):  # a batch counts as trained when the next one is asked for, whatever was saved
+        weights = weights | set(pipeline.trained)
+    for place, acknowledged in sorted(pipeline.acknowledged.items()):
+        if not (
+            place in weights
+            or place in ended
+            or was_lost_twice(pipeline, acknowledged)
+            or is_excused(pipeline, acknowledged)
+        ):
+            yield f"P2: {place} was acknowledged and is gone"
+    for group in whole_groups(pipeline):
+        trained = sum(place[0] == group.id for place in weights)
+        if trained < group.size and not (
+            may_be_dropped(pipeline, group)
+            or any(was_lost_twice(pipeline, pipeline.acknowledged[place]) for place in group.places)
+        ):
+            yield f"P2: all of {group.id} was acknowledged, and {trained} of {group.size} are in the weights"
+
+
+def run_schedule(
+    seed: int | str = 0, *, choices: Choices | None = None, without: Sequence[str] = ()
+) -> tuple[World, str | None]:
+    """One schedule, from a seed or from its choices: its world, and which promise it broke.
+
+    without: kinds of faults that the seed does not draw.
+    """
+    world = World(seed, choices=choices, faults=[kind for kind in KINDS if kind not in without])
+    with world:
+        try:
+            pipeline = Pipeline(world)
+            pipeline.play()
+            judge(pipeline)
+        except (Violation, Stuck) as violation:
+            return world, str(violation)
+    return world, None
+
+
+def run_seed(without: Sequence[str], seed: int) -> tuple[str | None, Choices]:
+    """In a process of a pool: which promise the schedule of this seed broke, and its choices if it did."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    world, broken = run_schedule(seed, without=without)
+    return broken, {} if broken is None else world.choices
+
+
+def shortest(choices: Choices, broken: str, tries: int = 300) -> Choices:
+    """The fewest choices found that break the same promise."""
+    kind = _kind(broken)
+
+    def fails(some: Choices) -> bool:
+        text = run_schedule(choices=some)[1]
+        return text is not None and _kind(text) == kind
+
+    plain = {label: chosen for label, chosen in choices.items() if not _is_delay(chosen)}
+    return cut_down(plain if fails(plain) else choices, fails, tries)
+
+
+def _is_delay(chosen: Any) -> bool:
+    return isinstance(chosen, list) and chosen[0] in ("slow", "late")
+
+
+def _kind(text: str) -> str:
+    """What a violation says, without names and numbers."""
+    return re.sub(r"[\d.]+|\'[^\']*\'|producer \S+", "#", text)[:30]

@@ -1,0 +1,368 @@
+"""The commands of a simulated server, without those of streams, by a clock that is given.
+
+Expired keys go when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .values import (
+    OK,
+    WRONG_TYPE,
+    Refusal,
+    SortedSet,
+    Status,
+    Stream,
+    Value,
+    command,
+    real,
+    score_text,
+    whole,
+)
+
+
+class Keyspace:
+    """The data of one server. now_ms: its clock."""
+
+    def __init__(self, now_ms: Callable[[], int], info: Callable[[], str]) -> None:
+        self.now_ms = now_ms
+        self.info_text = info
+        self.data: dict[bytes, Value] = {}
+        self.ends: dict[bytes, int] = {}  # when keys expire
+        self.added: set[bytes] = set()  # streams that entries came to
+
+    # Looking up
+
+    def _get(self, key: bytes, kind: type[Any]) -> Any:
+        if self.ends:
+            self._expire(key)
+        value = self.data.get(key)
+        if value is not None and type(value) is not kind:
+            raise Refusal(WRONG_TYPE)
+        return value
+
+    def _make(self, key: bytes, kind: type[Any]) -> Any:
+        value = self._get(key, kind)
+        if value is None:
+            value = self.data[key] = kind()
+        return value
+
+    def _expire(self, key: bytes) -> None:
+        end = self.ends.get(key)
+        if end is not None and self.now_ms() >= end:
+            self._drop(key)
+
+    def _drop(self, key: bytes) -> bool:
+        self.ends.pop(key, None)
+        return self.data.pop(key, None) is not None
+
+    def _tidy(self, key: bytes, value: Any) -> None:
+        if not value:
+            self._drop(key)
+
+    # Server
+
+    @command()
+    def ping(self, *_: bytes) -> Any:
+        return Status(b"PONG")
+
+    @command()
+    def time(self) -> Any:
+        now = self.now_ms()
+        return [b"%d" % (now // 1000), b"%d" % (now % 1000 * 1000)]
+
+    @command()
+    def info(self, *_: bytes) -> Any:
+        return self.info_text().encode()
+
+    @command()
+    def config(self, *_: bytes) -> Any:
+        return []
+
+    @command()
+    def client(self, *_: bytes) -> Any:
+        return OK
+
+    @command()
+    def dbsize(self) -> Any:
+        return len(self.keys(b"*"))
+
+    @command(writes=True)
+    def flushall(self, *_: bytes) -> Any:
+        self.data.clear()
+        self.ends.clear()
+        return OK
+
+    # Keys
+
+    @command()
+    def keys(self, pattern: bytes) -> Any:
+        for key in list(self.ends):
+            self._expire(key)
+        match = re.compile(fnmatch.translate(pattern.decode("latin1")).encode("latin1"), re.DOTALL).match
+        return [key for key in self.data if match(key)]
+
+    @command()
+    def scan(self, _cursor: bytes, *options: bytes) -> Any:
+        given = {name.upper(): value for name, value in zip(options[::2], options[1::2], strict=True)}
+        return [b"0", self.keys(given.get(b"MATCH", b"*"))]
+
+    @command()
+    def exists(self, *keys: bytes) -> Any:
+        for key in keys:
+            self._expire(key)
+        return sum(key in self.data for key in keys)
+
+    @command()
+    def type(self, key: bytes) -> Any:
+        self._expire(key)
+        names = {dict: b"hash", list: b"list", SortedSet: b"zset", Stream: b"stream", bytes: b"string"}
+        return Status(names.get(type(self.data.get(key)), b"none"))
+
+    @command(writes=True)
+    def _del(self, *keys: bytes) -> Any:
+        for key in keys:
+            self._expire(key)
+        return sum([self._drop(key) for key in keys])
+
+    @command(writes=True)
+    def unlink(self, *keys: bytes) -> Any:
+        return self._del(*keys)
+
+    @command(writes=True)
+    def rename(self, key: bytes, target: bytes) -> Any:
+        self._expire(key)
+        if key not in self.data:
+            raise Refusal("ERR no such key")
+        self._drop(target)
+        self.data[target] = self.data.pop(key)
+        if key in self.ends:
+            self.ends[target] = self.ends.pop(key)
+        return OK
+
+    @command(writes=True)
+    def persist(self, key: bytes) -> Any:
+        self._expire(key)
+        return int(self.ends.pop(key, None) is not None)
+
+    @command(writes=True)
+    def pexpire(self, key: bytes, milliseconds: bytes) -> Any:
+        self._expire(key)
+        if key not in self.data:
+            return 0
+        self.ends[key] = self.now_ms() + whole(milliseconds)
+        return 1
+
+    @command()
+    def pttl(self, key: bytes) -> Any:
+        self._expire(key)
+        if key not in self.data:
+            return -2
+        return self.ends[key] - self.now_ms() if key in self.ends else -1
+
+    @command()
+    def memory(self, *_: bytes) -> Any:
+        return 100
+
+    # Strings
+
+    @command()
+    def get(self, key: bytes) -> Any:
+        return self._get(key, bytes)
+
+    @command(needs_memory=True)
+    def set(self, key: bytes, value: bytes) -> Any:
+        self._drop(key)
+        self.data[key] = value
+        return OK
+
+    # Hashes
+
+    @command(needs_memory=True)
+    def hset(self, key: bytes, *pairs: bytes) -> Any:
+        if not pairs or len(pairs) % 2:
+            raise Refusal("ERR wrong number of arguments for 'hset' command")
+        fields = self._make(key, dict)
+        before = len(fields)
+        fields.update(zip(pairs[::2], pairs[1::2], strict=True))
+        return len(fields) - before
+
+    @command(needs_memory=True)
+    def hsetnx(self, key: bytes, field: bytes, value: bytes) -> Any:
+        fields = self._make(key, dict)
+        if field in fields:
+            return 0
+        fields[field] = value
+        return 1
+
+    @command(needs_memory=True)
+    def hincrby(self, key: bytes, field: bytes, by: bytes) -> Any:
+        added = whole(by)
+        fields = self._get(key, dict) or {}
+        try:
+            total = whole(fields.get(field, b"0")) + added
+        except Refusal:
+            raise Refusal("ERR hash value is not an integer") from None
+        if not -(2**63) <= total < 2**63:
+            raise Refusal("ERR increment or decrement would overflow")
+        self._make(key, dict)[field] = b"%d" % total
+        return total
+
+    @command()
+    def hget(self, key: bytes, field: bytes) -> Any:
+        return (self._get(key, dict) or {}).get(field)
+
+    @command()
+    def hmget(self, key: bytes, *names: bytes) -> Any:
+        fields = self._get(key, dict) or {}
+        return [fields.get(name) for name in names]
+
+    @command()
+    def hgetall(self, key: bytes) -> Any:
+        return [part for pair in (self._get(key, dict) or {}).items() for part in pair]
+
+    @command()
+    def hkeys(self, key: bytes) -> Any:
+        return list(self._get(key, dict) or {})
+
+    @command()
+    def hvals(self, key: bytes) -> Any:
+        return list((self._get(key, dict) or {}).values())
+
+    @command()
+    def hlen(self, key: bytes) -> Any:
+        return len(self._get(key, dict) or {})
+
+    @command()
+    def hstrlen(self, key: bytes, field: bytes) -> Any:
+        return len((self._get(key, dict) or {}).get(field, b""))
+
+    @command()
+    def hexists(self, key: bytes, field: bytes) -> Any:
+        return int(field in (self._get(key, dict) or {}))
+
+    @command(writes=True)
+    def hdel(self, key: bytes, *names: bytes) -> Any:
+        fields = self._get(key, dict)
+        if fields is None:
+            return 0
+        gone = sum(fields.pop(name, None) is not None for name in names)
+        self._tidy(key, fields)
+        return gone
+
+    @command()
+    def hscan(self, key: bytes, _cursor: bytes, *_options: bytes) -> Any:
+        return [b"0", self.hgetall(key)]
+
+    # Lists
+
+    @command(needs_memory=True)
+    def rpush(self, key: bytes, *items: bytes) -> Any:
+        stored = self._make(key, list)
+        stored.extend(items)
+        return len(stored)
+
+    @command()
+    def llen(self, key: bytes) -> Any:
+        return len(self._get(key, list) or [])
+
+    @command()
+    def lrange(self, key: bytes, first: bytes, last: bytes) -> Any:
+        return _slice(self._get(key, list) or [], whole(first), whole(last))
+
+    @command(writes=True)
+    def lrem(self, key: bytes, count: bytes, item: bytes) -> Any:
+        stored, limit = self._get(key, list), whole(count)
+        if stored is None:
+            return 0
+        if limit < 0:
+            raise Refusal("ERR this world removes from the head only")
+        places = [place for place, each in enumerate(stored) if each == item]
+        places = places[:limit] if limit else places
+        for place in reversed(places):
+            del stored[place]
+        self._tidy(key, stored)
+        return len(places)
+
+    # Sorted sets
+
+    @command(needs_memory=True)
+    def zadd(self, key: bytes, *args: bytes) -> Any:
+        flags, rest = set[bytes](), list(args)
+        while rest and rest[0].upper() in (b"NX", b"XX", b"GT", b"LT", b"CH"):
+            flags.add(rest.pop(0).upper())
+        pairs = [(real(score), member) for score, member in zip(rest[::2], rest[1::2], strict=True)]
+        members, added, changed = self._make(key, SortedSet), 0, 0
+        for score, member in pairs:
+            before = members.get(member)
+            if (b"NX" in flags and before is not None) or (b"XX" in flags and before is None):
+                continue
+            if before is not None and (
+                (b"GT" in flags and score <= before) or (b"LT" in flags and score >= before)
+            ):
+                continue
+            added += before is None
+            changed += before is not None and before != score
+            members[member] = score
+        self._tidy(key, members)
+        return added + changed if b"CH" in flags else added
+
+    @command(writes=True)
+    def zrem(self, key: bytes, *names: bytes) -> Any:
+        members = self._get(key, SortedSet)
+        if members is None:
+            return 0
+        gone = sum(members.pop(name, None) is not None for name in names)
+        self._tidy(key, members)
+        return gone
+
+    @command()
+    def zscore(self, key: bytes, name: bytes) -> Any:
+        score = (self._get(key, SortedSet) or {}).get(name)
+        return None if score is None else score_text(score)
+
+    @command()
+    def zcard(self, key: bytes) -> Any:
+        return len(self._get(key, SortedSet) or {})
+
+    @command()
+    def zrange(self, key: bytes, first: bytes, last: bytes, *options: bytes) -> Any:
+        members = self._get(key, SortedSet) or SortedSet()
+        return _members(_slice(members.in_order(), whole(first), whole(last)), options)
+
+    @command()
+    def zrangebyscore(self, key: bytes, low: bytes, high: bytes, *options: bytes) -> Any:
+        members = self._get(key, SortedSet) or SortedSet()
+        inside = [item for item in members.in_order() if _is_between(item[1], low, high)]
+        given = [option.upper() for option in options]
+        if b"LIMIT" in given:
+            at = given.index(b"LIMIT")
+            start, count = whole(options[at + 1]), whole(options[at + 2])
+            inside = inside[start:] if count < 0 else inside[start : start + count]
+        return _members(inside, options)
+
+    @command()
+    def zscan(self, key: bytes, _cursor: bytes, *_options: bytes) -> Any:
+        members = self._get(key, SortedSet) or SortedSet()
+        return [b"0", _members(members.in_order(), [b"WITHSCORES"])]
+
+
+def _slice(items: list[Any], first: int, last: int) -> list[Any]:
+    count = len(items)
+    first, last = (max(0, count + at) if at < 0 else at for at in (first, last))
+    return items[first : last + 1] if last >= 0 else []
+
+
+def _members(items: Sequence[tuple[bytes, float]], options: Sequence[bytes]) -> list[bytes]:
+    if any(option.upper() == b"WITHSCORES" for option in options):
+        return [part for name, score in items for part in (name, score_text(score))]
+    return [name for name, _ in items]
+
+
+def _is_between(score: float, low: bytes, high: bytes) -> bool:
+    above = score > real(low[1:]) if low[:1] == b"(" else score >= real(low)
+    return above and (score < real(high[1:]) if high[:1] == b"(" else score <= real(high))

@@ -1,0 +1,362 @@
+"""A whole pipeline in a world: production code of every role, driven by a small plan, killed and started again.
+
+`Pipeline(world).play()` runs it to its end. What its producers were told and its trainer saved is the model that
+`judge` compares the run with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from .. import doors
+from ..advantage import worker
+from ..grouping import grouper as grouping
+from ..grouping import housekeeping
+from ..grouping.scorer import Scorer
+from ..producer import Producer
+from ..producer.logic import LEAVE_S
+from ..run import consumer
+from ..run.manifest import RunSettings
+from ..status import watchdog
+from ..trainer import checkpoints, heartbeat, supply, together
+from .excuses import is_quiet, lost_for_good
+from .job import Job, files_of
+from .players import Asyncio, Blocking
+from .roles import advantage_worker, grouper
+from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Violation, draw_scene
+from .strands import Process
+from .world import URL, World
+
+SCORER: Final = "judge"
+
+#: Seconds of the world after which nothing fails any more.
+CALM_S: Final = 60.0
+#: Seconds in which a run that nothing disturbs ends, beyond the deadline of its groups.
+END_S: Final = 150.0
+#: Seconds in which what is left to do after the end of a run is done.
+QUIET_S: Final = 8.0
+#: Seconds that a group may wait for admission when nothing fails.
+ADMISSION_S: Final = 75.0
+#: Seconds without a heartbeat after which a producer counts as lost.
+SILENCE_S: Final = 31.0
+#: Seconds after which a group may no longer be open that nobody plays, once everybody has left.
+NOBODY_S: Final = 12.0
+#: Polls are rarer than in earnest, so that an idle minute costs little.
+POLLS: Final = (
+    (grouping, "HOUSEKEEPING_S", 6.0),
+    (housekeeping, "HOUSEKEEPING_SLICE_S", 0.5),
+    (consumer, "BLOCK_MS", 6000),
+    (worker, "POLL_S", 10.0),
+    (supply, "BLOCK_MS", 6000),
+    (watchdog, "LOOK_S", 30.0),
+    (heartbeat, "LOOK_S", 4.0),
+)
+
+
+class Pipeline:
+    """One schedule. world: entered."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.scene = draw_scene(world)
+        scorers = (SCORER,) if self.scene.scored else ()
+        self.settings = RunSettings(
+            max_trajectory_bytes=1 << 14,
+            max_bytes=1 << 26,
+            group_deadline_s=self.scene.deadline_s,
+            redundancy=self.scene.redundancy,
+            scorers=scorers,
+        )
+        self.groups: dict[str, Group] = {}
+        self.acknowledged: dict[Place, list[Acknowledged]] = {}
+        self.lives: list[Life] = []
+        self.done: set[int] = set()  # producers that have carried everything out
+        self.checkpoint: tuple[list[Place], dict[str, Any]] | None = None
+        self.trained: Counter[Place] = Counter()  # by all jobs
+        self.violations: list[str] = []
+        self.folder = Path()  # of checkpoints, while it plays
+        self.ended = False
+        self.job_ends: list[float] = []
+        self._quiet_since: float | None = None
+        self._heartbeats: dict[bytes, tuple[bytes, float]] = {}
+        self.jobs = 0
+        self._finished_ops: set[tuple[int, int]] = set()
+
+    # The whole
+
+    def play(self) -> None:
+        """Run to the end of the run. Raises Violation."""
+        world = self.world
+        with TemporaryDirectory(prefix="streamadv-world-") as folder, self._adapted():
+            self.folder = Path(folder)
+            self._supervise("grouper", lambda: grouper(RUN, self.settings))
+            for number in range(self.scene.workers):
+                self._supervise(f"worker{number}", lambda: advantage_worker(RUN, self.settings))
+            if self.scene.scored:
+                self._supervise("scorer", self._scorer)
+            for number, plan in enumerate(self.scene.producers):
+                self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
+            self._start_job()
+            world.at(CALM_S, self._calm)
+            world.at(5.0, self._look)
+            for wait in (40.0, 80.0, 120.0):
+                world.at(CALM_S + wait, self._finish_for_the_lost)
+            limit = CALM_S + max(self.scene.deadline_s, SLOW_S) + END_S
+            world.run(lambda: self.ended or bool(self.violations) or world.time > limit)
+            self._raise()
+            if not self.ended:
+                raise Violation(
+                    f"P3: the run has not ended {limit - CALM_S:.0f} s after the last fault: {self._state()}"
+                )
+            alive = [process.disturbed_until for process in world.processes if not process.dead]
+            until = max(world.time, *alive) + QUIET_S  # nothing is under way any more
+            self._calm()
+            world.run(lambda: bool(self.violations) or world.time > until)
+            self._raise()
+
+    @contextmanager
+    def _adapted(self) -> Iterator[None]:
+        """Polls are rarer; ranks find the store of their job, and only those that live remove files."""
+        changes = (
+            *POLLS,
+            (together, "_store", lambda _: self._job.store),
+            (checkpoints, "shutil", files_of(self)),
+        )
+        before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+        for module, name, value in changes:
+            setattr(module, name, value)
+        try:
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
+
+    def _raise(self) -> None:
+        if self.violations:
+            raise Violation(self.violations[0])
+
+    def violate(self, text: str) -> None:
+        """A promise is broken."""
+        self.violations.append(f"{text} (at {self.world.time:.3f} s)")
+
+    def _calm(self) -> None:
+        self.world.is_calm = True
+        self.world.server.refusal = None
+
+    def _state(self) -> str:
+        done, all_ = sorted(self.done), len(self.scene.producers)
+        return f"producers done {done} of {all_}, trained {len(self.trained)}, time {self.world.time:.1f}"
+
+    def _supervise(self, name: str, main: Callable[[], object], life: int = 1) -> None:
+        """Start a process, and again after it was killed."""
+        process = self.world.start(f"{name}.{life}", main)
+
+        def again() -> None:
+            label = f"{process.name}/back"
+            if not self.world.is_over:
+                delay = self.world.plan.choose(label, lambda source: source.choice((0.1, 1.0, 6.0, 20.0)))
+                self.world.at(self.world.time + (delay or 1.0), lambda: self._supervise(name, main, life + 1))
+
+        process.at_death.append(again)
+        process.at_error = self._died
+
+    def _died(self, process: Process, error: BaseException) -> None:
+        self.violate(f"{process.name} raised {type(error).__name__}: {error}")
+
+    def _scorer(self) -> None:
+        Scorer(URL, RUN, SCORER, settings=self.settings).run(_score, doors.Event())
+
+    # What is looked at while it runs
+
+    def _look(self) -> None:
+        """Every few seconds: who is alive is heard of."""
+        world, now = self.world, self.world.time
+        stored = world.server.store.data.get(b"{r:0:0}:producers", {})
+        for name, value in stored.items():
+            if self._heartbeats.get(name, (b"", 0.0))[0] != value:
+                self._heartbeats[name] = (value, now)
+        for life in self.lives:
+            heard = self._heartbeats.get(life.name.encode(), (b"", life.opened))[1]
+            quiet_from = max(heard, life.opened, life.process.disturbed_until, world.disturbed_until)
+            if (
+                life.closed is None
+                and not life.process.dead
+                and life is self._last_of(life.name)
+                and now - quiet_from > SILENCE_S
+            ):
+                self.violate(
+                    f"P9: producer {life.name} is alive and has been silent for {now - quiet_from:.0f} s"
+                )
+        self._look_for_nobodys_groups()
+        if not self.ended:
+            world.at(now + 5.0, self._look)
+
+    def _look_for_nobodys_groups(self) -> None:
+        """Once all producers have left and were heard, no group stays open that nobody has begun to play."""
+        world = self.world
+        are_unheard = any(life.process.dead or life.is_unheard for life in self.lives)
+        if len(self.done) < len(self.scene.producers) or world.lost or are_unheard:
+            return
+        grouper_well = max(
+            max(p.began, p.disturbed_until) for p in world.processes if p.name.startswith("grouper")
+        )
+        self._quiet_since = max(self._quiet_since or world.time, world.disturbed_until, grouper_well)
+        data = world.server.store.data
+        slots = [
+            data.get(b"{r:0:0}:group:" + name, {}).get(b"slots")
+            for name in data.get(b"{r:0:0}:open", {})
+            if name.decode() not in self.groups  # which somebody has been given
+        ]
+        open_groups = [each for each in slots if each is not None and not each.strip(b".")]
+        if open_groups and world.time > self._quiet_since + NOBODY_S:
+            self.violate(
+                f"P3: all producers have left, and {len(open_groups)} groups are open that nobody has"
+            )
+
+    def _finish_for_the_lost(self) -> None:
+        """An operator ends a run whose producers have left unheard, or said so to a server that has lost it since."""
+        finished = [life for life in self.lives if life.finished is not None and life.closed is not None]
+        if (
+            not self.ended
+            and len(self.done) == len(self.scene.producers)
+            and all(
+                life.is_unheard or lost_for_good(self, life, life.finished or 0.0, life.finished or 0.0)
+                for life in finished
+            )
+        ):
+            self._supervise("operator", self._finish)
+
+    def _finish(self) -> None:
+        with Producer(URL, RUN, settings=self.settings) as producer:
+            producer.finish()
+
+    def _last_of(self, name: str) -> Life:
+        return [life for life in self.lives if life.name == name][-1]
+
+    # Producers
+
+    def _producer(self, number: int, plan: dict[str, Any]) -> None:
+        if number in self.done:
+            return
+        name = f"engine-{number}" if plan["kind"] == "named" else None
+        producer = Producer(URL, RUN, name=name, settings=self.settings)
+        life = Life(producer._logic.membership.name, self.world.process, self.world.time)
+        if plan["kind"] == "asyncio":
+            self.world.run_async(lambda: self._play_async(number, plan, producer, life))
+            return
+        with producer:
+            self._opened(life)
+            for place, kind, pause in plan["operations"]:
+                if (number, place) in self._finished_ops:
+                    continue
+                self.world.sleep(pause)
+                Blocking(self, producer, life, f"p{number}o{place}").carry_out(kind)
+                self._finished_ops.add((number, place))
+            if plan["ends"] == "finish":
+                producer.finish()
+                life.finished = self.world.time
+            self.world.sleep(plan["lingers"])
+            life.closed = self.world.time
+        self._left(number, life, producer)
+
+    async def _play_async(self, number: int, plan: dict[str, Any], producer: Any, life: Life) -> None:
+        async with producer as opened:
+            self._opened(life)
+            for place, kind, pause in plan["operations"]:
+                if (number, place) in self._finished_ops:
+                    continue
+                await asyncio.sleep(pause)
+                await Asyncio(self, opened, life, f"p{number}o{place}").carry_out(kind)
+                self._finished_ops.add((number, place))
+            if plan["ends"] == "finish":
+                await opened.finish()
+                life.finished = self.world.time
+            await asyncio.sleep(plan["lingers"])
+            life.closed = self.world.time
+        self._left(number, life, producer)
+
+    def _opened(self, life: Life) -> None:
+        life.opened = self.world.time
+        self.lives.append(life)
+
+    def _left(self, number: int, life: Life, producer: Producer) -> None:
+        world = self.world
+        life.left = world.time
+        life.is_unheard = producer._logic._unheard is not None
+        if life.is_unheard and is_quiet(world, life.process, life.left - LEAVE_S, life.left):
+            self.violate(f"P2: producer {life.name} has left unheard, and nothing was in its way")
+        self.done.add(number)
+
+    def plan_group(
+        self,
+        group_id: str,
+        size: int = 2,
+        deadline_s: float | None = None,
+        begun: float | None = None,
+        **fields: Any,
+    ) -> Group:
+        """Note what is meant to be pushed; an earlier life may have begun it."""
+        group = self.groups.get(group_id)
+        if group is None:
+            deadline = self.scene.deadline_s if deadline_s is None else deadline_s
+            begun = self.world.time if begun is None else begun
+            group = self.groups[group_id] = Group(group_id, size, begun, deadline, **fields)
+        return group
+
+    def note(self, life: Life, group: Group, index: int, code: str) -> None:
+        """The server has answered a push of a usable trajectory."""
+        if life.process.dead:
+            return
+        now = self.world.time
+        if (
+            code == "late"
+            and group.whole
+            and group.role == "train"
+            and now < group.begun + group.deadline_s - 0.5
+        ):
+            after = f"{now - group.begun:.1f} s after its beginning"
+            self.violate(f"P4: group {group.id} has ended {after}, its deadline is {group.deadline_s:g} s")
+        if code in ("pushed", "duplicate"):
+            self.acknowledged.setdefault((group.id, index), []).append(
+                Acknowledged(life, life.asked, now, code)
+            )
+
+    def waited(self, life: Life, since: float) -> None:
+        """A group was admitted, or a push of a new one."""
+        since = max(
+            since,
+            self.world.disturbed_until,
+            life.process.disturbed_until,
+            CALM_S if self.world.time > CALM_S else 0.0,
+        )
+        seconds = self.world.time - since
+        if seconds > ADMISSION_S and not life.process.dead:
+            self.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")
+
+    # Trainers
+
+    def _start_job(self) -> None:
+        self.jobs += 1
+        job = self._job = Job(self, self.jobs, list(self.checkpoint[0]) if self.checkpoint else [])
+        for rank in range(self.scene.ranks):
+            process = self.world.start(f"trainer{rank}.{self.jobs}", lambda r=rank: job.run_rank(r))  # type: ignore[misc]
+            job.processes.append(process)
+            process.at_death.append(job.end)
+            process.at_error = job.failed
+
+    def restart_job(self) -> None:
+        """The launcher starts the job again, from its newest checkpoint."""
+        label = f"job{self.jobs}/back"
+        if not self.world.is_over and not self.ended:
+            delay = self.world.plan.choose(label, lambda source: source.choice((0.1, 1.0, 6.0))) or 1.0
+            self.world.at(self.world.time + delay, self._start_job)
+
+
+def _score(trajectories: Sequence[Any]) -> list[float]:
+    return [float(each.rollout_index) for each in trajectories]

@@ -1,0 +1,235 @@
+"""Operations of producers: each pushes groups in its own way, and notes what the server has answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Busy, GroupEndedError, RunEndedError, StreamadvError, TrajectoryError
+from ..trajectory.schema import Trajectory, parse_trajectory
+from .scene import SLOW_S, Group, Life
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+
+class _Play:
+    """What both kinds of producer do."""
+
+    def __init__(self, pipeline: Pipeline, producer: Any, life: Life, prefix: str) -> None:
+        self.pipeline = pipeline
+        self.world = pipeline.world
+        self.producer = producer
+        self.life = life
+        self.prefix = prefix
+        self.reward: dict[str, Any] = {"reward_later": True} if pipeline.scene.scored else {}
+
+    def trajectory(self, group: Group, index: int) -> Trajectory:
+        record = {
+            "group_id": group.id,
+            "group_size": group.size,
+            "rollout_index": index,
+            **self.columns(index),
+        }
+        return parse_trajectory(record | ({"role": group.role} if group.role != "train" else {}))
+
+    def columns(self, index: int) -> dict[str, Any]:
+        reward = self.reward or {"reward": float(index)}
+        return {
+            "input_ids": [1, 2, 3, 4, 5],
+            "response_mask": [0, 0, 1, 1, 1],
+            "rollout_log_probs": [-1.0] * 5,
+            **reward,
+        }
+
+    def noted(self, group: Group, codes: Sequence[str], first: int = 0) -> None:
+        for index, code in enumerate(codes, first):
+            self.pipeline.note(self.life, group, index, code)
+
+
+class Blocking(_Play):
+    """Operations of a blocking producer."""
+
+    def carry_out(self, kind: str) -> None:
+        since = self.life.asked = self.world.time
+        with suppress(
+            GroupEndedError, RunEndedError
+        ):  # done by an earlier life, or the run has ended meanwhile
+            getattr(self, f"do_{kind}")()
+        self.pipeline.waited(self.life, since)
+
+    def _pushed(self, group: Group, indices: Sequence[int]) -> None:
+        while True:
+            try:
+                result = self.producer.push([self.trajectory(group, index) for index in indices])
+            except Busy:
+                self.world.sleep(0.5)
+                continue
+            for index, code in zip(indices, result.codes, strict=True):
+                self.pipeline.note(self.life, group, index, code)
+            return
+
+    def do_push(self) -> None:
+        self._pushed(self.pipeline.plan_group(self.prefix), (0, 1))
+
+    def do_single(self) -> None:
+        group = self.pipeline.plan_group(self.prefix)
+        for index in range(2):
+            self._pushed(group, (index,))
+
+    def do_slow(self) -> None:
+        """A group with a deadline of its own."""
+        group = self.pipeline.plan_group(self.prefix, deadline_s=SLOW_S)
+        with self.producer.group(2, group_id=group.id, deadline_s=SLOW_S) as begun:
+            for rollout in begun:
+                if rollout.rollout_index < 2:
+                    self.noted(
+                        group, [rollout.push(**self.columns(rollout.rollout_index))], rollout.rollout_index
+                    )
+                    self.world.sleep(6.0)
+
+    def do_many(self) -> None:
+        groups = [self.pipeline.plan_group(f"{self.prefix}.{number}") for number in range(2)]
+        results = self.producer.push_many([[self.trajectory(g, index) for index in range(2)] for g in groups])
+        for group, result in zip(groups, results, strict=True):
+            self.noted(group, result.codes)
+
+    def do_group(self) -> None:
+        group = self.pipeline.plan_group(self.prefix)
+        with self.producer.group(2, group_id=group.id) as begun:
+            for rollout in begun:
+                self.world.sleep(0.2)
+                code = rollout.push(**self.columns(rollout.rollout_index))
+                if rollout.rollout_index < 2:
+                    self.noted(group, [code], rollout.rollout_index)
+
+    def do_run(self) -> None:
+        group = self.pipeline.plan_group(self.prefix)
+
+        def play(rollout: Any) -> None:
+            code = rollout.push(**self.columns(rollout.rollout_index))
+            if rollout.rollout_index < 2:
+                self.noted(group, [code], rollout.rollout_index)
+
+        self.producer.begin_group(2, group_id=group.id).run(play)
+
+    def do_groups(self) -> None:
+        """Two groups, the second one begun ahead."""
+        for number, begun in enumerate(self.producer.groups(2)):
+            # It was opened at some time since it was asked for: the reply may have been long under way.
+            group = self.pipeline.plan_group(begun.group_id, begun=self.life.asked)
+            for rollout in begun:
+                code = rollout.push(**self.columns(rollout.rollout_index))
+                if rollout.rollout_index < 2:
+                    self.noted(group, [code], rollout.rollout_index)
+            if number:
+                break
+
+    def do_fail(self) -> None:
+        group = self.pipeline.plan_group(self.prefix, whole=False)
+        with self.producer.group(2, group_id=group.id) as begun:
+            rollouts = list(begun)
+            rollouts[0].push(**self.columns(0))
+            rollouts[1].fail()
+
+    def do_cancel(self) -> None:
+        group = self.pipeline.plan_group(self.prefix, whole=False)
+        begun = self.producer.begin_group(2, group_id=group.id)
+        with suppress(TrajectoryError):
+            begun.cancel(len(begun))  # a slot that stays would keep others from admission until the deadline
+
+    def do_eval(self) -> None:
+        self._pushed(self.pipeline.plan_group(self.prefix, role="eval"), (0, 1))
+
+    def do_later(self) -> None:
+        """Another pause, in which heartbeats and heavy faults may come."""
+        self.world.sleep(5.0)
+        self.do_push()
+
+
+class Asyncio(_Play):
+    """Operations of an asyncio producer."""
+
+    async def carry_out(self, kind: str) -> None:
+        since = self.life.asked = self.world.time
+        with suppress(GroupEndedError, RunEndedError):
+            await getattr(self, f"do_{kind}")()
+        self.pipeline.waited(self.life, since)
+
+    async def do_push(self) -> None:
+        group = self.pipeline.plan_group(self.prefix)
+        while True:
+            try:
+                result = await self.producer.push([self.trajectory(group, index) for index in range(2)])
+            except Busy:
+                await asyncio.sleep(0.5)
+                continue
+            self.noted(group, result.codes)
+            return
+
+    do_later = do_single = do_push
+
+    async def do_many(self) -> None:
+        """Tasks at once."""
+        groups = [self.pipeline.plan_group(f"{self.prefix}.{number}") for number in range(2)]
+        await asyncio.gather(*(self._whole(group) for group in groups))
+
+    async def _whole(self, group: Group, **options: Any) -> None:
+        with suppress(GroupEndedError, RunEndedError):
+            async with self.producer.group(2, group_id=group.id, **options) as begun:
+                await self._push_all(group, begun)
+
+    async def _push_all(self, group: Group, begun: Any) -> None:
+        for rollout in begun:
+            code = await rollout.push(**self.columns(rollout.rollout_index))
+            if rollout.rollout_index < 2:
+                self.noted(group, [code], rollout.rollout_index)
+
+    async def do_group(self) -> None:
+        await self._whole(self.pipeline.plan_group(self.prefix))
+
+    async def do_slow(self) -> None:
+        await self._whole(self.pipeline.plan_group(self.prefix, deadline_s=SLOW_S), deadline_s=SLOW_S)
+
+    async def do_run(self) -> None:
+        group = self.pipeline.plan_group(self.prefix)
+
+        async def play(rollout: Any) -> None:
+            code = await rollout.push(**self.columns(rollout.rollout_index))
+            if rollout.rollout_index < 2:
+                self.noted(group, [code], rollout.rollout_index)
+
+        await (await self.producer.begin_group(2, group_id=group.id)).run(play)
+
+    async def do_groups(self) -> None:
+        """Somebody waits for groups and is cancelled."""
+        task = asyncio.create_task(self._iterate())
+        draw = self.world.plan.choose(
+            f"{self.prefix}/cancelled", lambda source: source.randrange(1, 100) * 1e-4
+        )
+        await asyncio.wait({task}, timeout=draw or 3e-4)
+        task.cancel()
+        with suppress(asyncio.CancelledError, StreamadvError):
+            await task
+
+    do_cancel = do_groups
+
+    async def _iterate(self) -> None:
+        async for begun in self.producer.groups(2):
+            group = self.pipeline.plan_group(begun.group_id, whole=False)
+            await self._push_all(group, begun)
+
+    async def do_fail(self) -> None:
+        group = self.pipeline.plan_group(self.prefix, whole=False)
+        async with self.producer.group(2, group_id=group.id) as begun:
+            rollouts = list(begun)
+            await rollouts[0].push(**self.columns(0))
+            await rollouts[1].fail()
+
+    async def do_eval(self) -> None:
+        group = self.pipeline.plan_group(self.prefix, role="eval")
+        with suppress(Busy):
+            result = await self.producer.push([self.trajectory(group, index) for index in range(2)])
+            self.noted(group, result.codes)

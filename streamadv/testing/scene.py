@@ -1,0 +1,140 @@
+"""What one schedule plans: who pushes what, with which settings, and what is noted of it while it runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .strands import Process
+from .world import World
+
+RUN: Final = "r"
+#: Deadline of a group that has one of its own.
+SLOW_S: Final = 100.0
+#: Group and index of a rollout.
+Place = tuple[str, int]
+
+OPERATIONS: Final = (
+    "push", "push", "push", "single", "many", "group", "run", "groups", "slow", "fail", "cancel", "eval", "later",
+)  # fmt: skip
+
+
+class Violation(AssertionError):
+    """A promise that was broken."""
+
+
+@dataclass
+class Life:
+    """One start of a producer, until it ends or is killed."""
+
+    name: str
+    process: Process
+    opened: float
+    asked: float = 0.0
+    """When the operation began that it carries out."""
+    closed: float | None = None
+    """When it began to leave."""
+    left: float | None = None
+    """When it had."""
+    is_unheard: bool = False
+    """Whether it has left without the server having heard of it."""
+    finished: float | None = None
+
+    @property
+    def end(self) -> float:
+        """When it could say nothing more."""
+        over = min(self.left if self.left is not None else math.inf, self.process.ended)
+        return over if over == math.inf else min(over, self.process.asked)
+
+
+@dataclass
+class Acknowledged:
+    """A trajectory that the server has said it has."""
+
+    life: Life
+    asked: float
+    """When the operation began that pushed it: the server may have said so at any time from then on."""
+    when: float
+    code: str
+
+
+@dataclass
+class Group:
+    """What a producer means to push."""
+
+    id: str
+    size: int
+    begun: float
+    deadline_s: float
+    whole: bool = True
+    """Whether all its rollouts are pushed, so that it has to be trained on."""
+    role: str = "train"
+
+    @property
+    def places(self) -> list[Place]:
+        return [(self.id, index) for index in range(self.size)]
+
+
+@dataclass
+class Scene:
+    """The plan of one schedule, drawn under labels that begin with "scene/"."""
+
+    producers: list[dict[str, Any]]
+    ranks: int
+    batch_groups: int
+    max_staleness: int | None
+    deadline_s: float
+    save_every: int
+    prefetch: int
+    each_batch: bool
+    workers: int
+    redundancy: int
+    scored: bool
+    folder: bool
+    """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
+
+
+def draw_scene(world: World) -> Scene:
+    """The scene of this world's plan."""
+
+    def pick(label: str, plain: Any, *others: Any) -> Any:
+        chosen = world.plan.choose(f"scene/{label}", lambda source: source.choice((plain, *others)))
+        return plain if chosen is None else chosen
+
+    producers = []
+    for number in range(2):
+        kind = pick(f"p{number}", "blocking" if not number else "none", "blocking", "named", "asyncio")
+        if kind == "none":
+            continue
+        operations = []
+        for place in range(6):
+            operation = world.plan.choose(f"scene/p{number}/{place}", _operation)
+            if operation is not None:
+                operations.append((place, *operation))
+        lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 20.0)
+        ends = pick(f"p{number}/ends", "finish", "finish", "close")
+        producers.append({"kind": kind, "operations": operations, "lingers": lingers, "ends": ends})
+    if all(producer["ends"] != "finish" for producer in producers):
+        producers[0]["ends"] = "finish"
+    return Scene(
+        producers,
+        ranks=pick("ranks", 1, 1, 2),
+        batch_groups=pick("batch_groups", 2, 1),
+        max_staleness=pick("max_staleness", -1, 1, 1, 2),
+        deadline_s=pick("deadline_s", 20.0, 120.0, 4.0),
+        save_every=pick("save_every", 1, 2, 3),
+        prefetch=pick("prefetch", 1, 0),
+        each_batch=pick("each_batch", False, True),
+        workers=pick("workers", 1, 1, 1, 2),
+        redundancy=pick("redundancy", 0, 0, 0, 1),
+        scored=pick("scored", False, False, True),
+        folder=pick("folder", False, False, True),
+    )
+
+
+def _operation(source: random.Random) -> list[Any] | None:
+    if source.random() < 0.35:
+        return None
+    return [source.choice(OPERATIONS), source.choice((0.0, 0.0, 0.0, 0.1, 1.0, 4.0))]

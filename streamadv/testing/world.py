@@ -1,0 +1,341 @@
+"""A simulated world: processes, a server and a clock, of which a seed decides who goes next and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import os
+import queue
+import random
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Self
+
+from .. import clock, doors
+from . import wire
+from .async_wire import AsyncConnection, Loop
+from .plan import Choices, Plan
+from .server import EPOCH_S, Server
+from .strands import Killed, Process, Stuck
+from .waits import Condition, Event, Queue, RLock, Thread
+from .wire import URL, Commands, Connection
+
+__all__ = ["URL", "Killed", "Stuck", "World"]
+
+#: Kinds of what may happen with a request -> what follows the kind: see `World.befall`.
+KINDS: Final = (
+    "slow",
+    "late",
+    "cut",
+    "lost",
+    "kill",
+    "die",
+    "crash",
+    "refuse",
+    "forget",
+    "jump",
+    "pause",
+    "set",
+)
+#: Seconds in which a client notices that a reply does not come, and tries again.
+TIMEOUT_S: Final = 15.0
+_SECONDS: Final = (0.002, 0.01, 0.05, 0.2, 0.6, 1.5, 4.0, 12.0)
+
+
+class World(wire.Network):
+    """One simulated world. `with World(seed) as world:` takes the doors of this process over.
+
+    seed: decides who goes next and what fails. choices: replays a schedule, see `choices` of the world that had it.
+    faults: kinds that a seed may draw, by default some of all of them.
+    """
+
+    def __init__(
+        self,
+        seed: int | str = 0,
+        *,
+        choices: Mapping[str, Any] | None = None,
+        faults: Sequence[str] = KINDS,
+    ) -> None:
+        super().__init__()
+        self.plan = Plan(seed, choices)
+        self.server = Server(lambda: self.time, self._came)
+        self.processes: list[Process] = []
+        self.is_calm = False
+        """No more faults."""
+        self.log: list[str] | None = None
+        """Set to a list, it gets a line for each step."""
+        self.lost: list[tuple[float, float]] = []
+        """When the server lost writes: at which time, and from which time on."""
+        self.jumps: list[tuple[float, float]] = []
+        """When the server's clock has jumped, and how far."""
+        self.outages: list[tuple[float, float]] = []
+        """From when to when the server was away, or refused something."""
+        self.disturbed_until = 0.0
+        """Until when the server was away, or refused all or all writes."""
+        self.is_over = False
+        self._trace = hashlib.blake2b(digest_size=8)
+        self._waiting: dict[bytes, list[Callable[[], object]]] = {}
+        self._names = random.Random(0)
+        draw = self.plan._random
+        self._rates = _rates(draw, faults) if self.plan.is_drawn else {}
+
+    @property
+    def choices(self) -> Choices:
+        """The choices that make this schedule what it is: give them to another world to have it again."""
+        return self.plan.taken
+
+    @property
+    def trace(self) -> str:
+        """A digest of every request so far."""
+        return self._trace.hexdigest()
+
+    # Doors
+
+    def __enter__(self) -> Self:
+        self._before = (
+            {name: getattr(doors, name) for name in _DOORS},
+            clock.now,
+            dict(doors.client_options),
+            dict(doors.async_client_options),
+            random.getstate(),
+            gc.isenabled(),
+        )
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of processes that were killed
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        gc.disable()  # what ends by chance would end elsewhere in a replay
+        random.seed(0)
+        for name, door in _DOORS.items():
+            setattr(doors, name, door(self))
+        clock.now = self._now
+        Connection.network = AsyncConnection.network = self
+        doors.client_options |= {"connection_class": Connection, "driver_info": None}
+        doors.async_client_options |= {"connection_class": AsyncConnection, "driver_info": None}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.is_calm = self.is_over = True
+            self.end(self.processes)
+            gc.collect(0)  # what was made in here: coroutines of processes that were killed end in silence
+        finally:
+            doors_before, clock.now, options, async_options, state, collects = self._before
+            for name, door in doors_before.items():
+                setattr(doors, name, door)
+            doors.client_options.clear()
+            doors.client_options.update(options)
+            doors.async_client_options.clear()
+            doors.async_client_options.update(async_options)
+            random.setstate(state)
+            self._quiet.__exit__(None, None, None)
+            sys.unraisablehook = self._unraisable
+            if collects:
+                gc.enable()
+
+    def _now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        """The wall clock of the process that has its turn."""
+        return EPOCH_S + self.time + self.process.offset
+
+    # Processes
+
+    def start(self, name: str, main: Callable[[], object]) -> Process:
+        """A process that runs `main`. An exception that it raises is raised by `run`, or goes to its `at_error`."""
+        process = Process(self, name)
+        self.processes.append(process)
+        self.spawn(process, "main", main)
+        return process
+
+    def run_async(self, main: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a coroutine function in an event loop of the world, in the strand that calls."""
+        loop = Loop(self)
+        try:
+            return loop.run_until_complete(_awaited(main))
+        finally:
+            asyncio._set_running_loop(None)
+            loop.close()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time go by in the strand that calls."""
+        until = self.time + seconds
+        while self.time < until:
+            self.park(until)
+
+    # Faults
+
+    def deviation(self, process: Process, strand: str, commands: Commands) -> Sequence[Any]:
+        """See `Network`."""
+        number = process.requests[strand] = process.requests[strand] + 1
+        process.asked = self.time
+        label = f"{process.name}/{strand}#{number}"
+        self._note(f"{self.time:.5f} {label} {_shown(commands)}")
+        if self.is_calm:
+            return ()
+        chosen: Sequence[Any] = self.plan.choose(label, self._draw) or ()
+        if chosen:
+            seconds = chosen[1] if chosen[0] in ("slow", "late", "pause") else 0.0
+            until = self.time + seconds + TIMEOUT_S
+            process.disturbances.append((self.time, until))
+            process.disturbed_until = max(process.disturbed_until, until)
+        return chosen
+
+    def _draw(self, source: random.Random) -> Any:
+        at = source.random()
+        for kind, rate in self._rates.items():
+            at -= rate
+            if at < 0:
+                return _drawn(kind, source)
+        return None
+
+    def _note(self, line: str) -> None:
+        self._trace.update(line.encode())
+        if self.log is not None:
+            self.log.append(line)
+
+    def befall(self, process: Process, deviation: Sequence[Any], after: bool) -> None:
+        """See `Network`."""
+        if not deviation:
+            return
+        kind, *given = deviation
+        if after != (kind in ("die", "crash")):
+            return
+        self._note(f"{process.name} {'after' if after else 'before'} {deviation}")
+        match kind:
+            case "kill" | "die":
+                process.kill()
+            case "crash":
+                self.crash(*given)
+            case "refuse":
+                self.refuse(*given)
+            case "forget":
+                self.server.forget_scripts()
+            case "jump":
+                self.server.offset += given[0]
+                self.jumps.append((self.time, given[0]))
+            case "pause":
+                self._pause(process, given[0])
+            case "set":
+                process.offset += given[0]
+
+    def crash(self, lost_s: float, down_s: float) -> None:
+        """The server dies, comes back after a while, and has lost the writes of the last seconds."""
+        lost = self.server.die(lost_s)
+        if lost:
+            self.lost.append((self.time, min(lost)))
+        self._disturb()
+        self.outages.append((self.time, self.time + down_s))
+        self.disturbed_until = max(self.disturbed_until, self.time + down_s)
+        self.at(self.time + down_s, lambda: setattr(self.server, "is_up", True))
+
+    def refuse(self, what: str, seconds: float) -> None:
+        """The server answers with this error for a while."""
+        if self.server.refusal is None:
+            self.server.refusal = what
+            self.outages.append((self.time, self.time + seconds))
+            if what != "oom":
+                self.disturbed_until = max(self.disturbed_until, self.time + seconds)
+            self.at(self.time + seconds, lambda: setattr(self.server, "refusal", None))
+
+    def _pause(self, process: Process, seconds: float) -> None:
+        """The process stands still: what it waits for comes later."""
+        until = self.time + seconds
+        entries = []
+        for time_, number, strand, token, call in self._heap:
+            if strand is not None and strand.process is process:
+                time_ = max(time_, until)
+            entries.append((time_, number, strand, token, call))
+        entries.sort()
+        self._heap[:] = entries
+        process.paused_until = until
+
+    # Blocking reads
+
+    def wait_for_entries(self, keys: Sequence[bytes], call: Callable[[], object]) -> None:
+        """See `Network`."""
+        for key in keys:
+            self._waiting.setdefault(key, []).append(call)
+
+    def _came(self, keys: set[bytes]) -> None:
+        for key in sorted(keys):
+            for call in self._waiting.pop(key, ()):
+                self.at(self.time, call)
+
+    def _disturb(self) -> None:
+        """Everybody who waits for the server hears that it has gone."""
+        waiting, self._waiting = self._waiting, {}
+        for key in sorted(waiting):
+            for call in waiting[key]:
+                self.at(self.time, call)
+
+    def random_bytes(self, count: int) -> bytes:
+        """Names that are the same in every replay."""
+        return self._names.randbytes(count)
+
+
+async def _awaited(main: Callable[[], Awaitable[Any]]) -> Any:
+    return await main()
+
+
+def _outside(world: World, inside: Callable[..., Any], outside: Callable[..., Any]) -> Callable[..., Any]:
+    """A door that leads into the world for its strands only."""
+
+    def door(*args: Any, **kwargs: Any) -> Any:
+        return inside(*args, **kwargs) if world.is_inside() else outside(*args, **kwargs)
+
+    return door
+
+
+_DOORS: Final[Mapping[str, Callable[[World], Any]]] = {
+    "Event": lambda world: _outside(world, lambda: Event(world), threading.Event),
+    "Thread": lambda world: _outside(world, lambda **given: Thread(world, **given), threading.Thread),
+    "RLock": lambda world: _outside(world, lambda: RLock(world), threading.RLock),
+    "Condition": lambda world: _outside(world, lambda: Condition(world), threading.Condition),
+    "Queue": lambda world: _outside(world, lambda size=0: Queue(world, size), queue.Queue),
+    "SimpleQueue": lambda world: _outside(world, lambda: Queue(world), queue.SimpleQueue),
+    "wall": lambda world: _outside(world, world.wall, time.time),
+    "pause": lambda world: _outside(world, world.sleep, time.sleep),
+    "random_bytes": lambda world: _outside(world, world.random_bytes, os.urandom),
+}
+
+
+def _shown(commands: Commands) -> str:
+    """A request in the trace."""
+    return " ".join(
+        f"{command[0].decode()} {command[1].decode()[:8] if len(command) > 1 else ''}" for command in commands
+    )
+
+
+def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
+    """How often each kind of fault is drawn for a request of this schedule: most schedules have a few kinds only."""
+    rates = {}
+    for kind in faults:
+        if kind in ("slow", "late"):
+            rates[kind] = source.choice((0.0, 0.0, 0.02, 0.1, 0.3))
+        elif kind in ("jump", "set"):
+            rates[kind] = source.choice((0.0,) * 5 + (0.001, 0.003))
+        else:
+            rates[kind] = source.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
+    return rates
+
+
+def _drawn(kind: str, source: random.Random) -> list[Any]:
+    match kind:
+        case "slow" | "late":
+            return [kind, source.choice(_SECONDS)]
+        case "pause":
+            return [kind, source.choice((1.0, 5.0, 12.0, 35.0))]
+        case "crash":
+            return [kind, source.choice((0.0, 0.05, 0.3, 1.0, 2.0)), source.choice((0.0, 0.1, 1.0, 5.0))]
+        case "refuse":
+            what = source.choice(("loading", "busy", "readonly", "misconf", "oom", "oom"))
+            return [kind, what, source.choice((0.1, 2.0, 10.0, 45.0))]
+        case "jump" | "set":
+            return [kind, source.choice((-7200.0, -30.0, 30.0, 7200.0))]
+    return [kind]

@@ -1,0 +1,36 @@
+"""What the demo's trainer goes on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from streamadv.demo.learning import load_learning, new_optimizer, save_learning
+from streamadv.demo.policy import Policy, seeded_policy
+
+
+def same(one: Policy, other: Policy) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def step(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    policy(torch.tensor([[0, 1, 2]])).square().sum().backward()
+    policy.head.bias.grad = torch.ones_like(policy.head.bias)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_weights_and_optimiser_come_back(tmp_path: Path) -> None:
+    policy = seeded_policy(0)
+    optimizer = new_optimizer(policy)
+    for version in (1, 2):
+        step(policy, optimizer)
+        save_learning(tmp_path / str(version), policy, optimizer)
+    step(policy, optimizer)
+
+    restored = seeded_policy(9)
+    restored_optimizer = new_optimizer(restored)
+    load_learning(tmp_path / "2", restored, restored_optimizer)
+    step(restored, restored_optimizer)
+    assert same(restored, policy)  # the moments came back too
