@@ -102,7 +102,7 @@ class Pipeline:
                 self._supervise("scorer", self._scorer)
             for number, plan in enumerate(self.scene.producers):
                 self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
-            self._start_job()
+            world.at(self.scene.trainer_late_s, self._start_job)
             world.at(CALM_S, self._calm)
             world.at(5.0, self._look)
             for wait in (40.0, 80.0, 120.0):
@@ -252,31 +252,51 @@ class Pipeline:
             return
         with producer:
             self._opened(life)
-            for place, kind, pause in plan["operations"]:
-                if (number, place) in self._finished_ops:
-                    continue
-                self.world.sleep(pause)
-                Blocking(self, producer, life, f"p{number}o{place}").carry_out(kind)
-                self._finished_ops.add((number, place))
+            hands = [
+                doors.Thread(target=self._hand, args=(number, due, plan, producer, life))
+                for due in plan["hands"]
+            ]
+            for hand in hands:
+                hand.start()
+            for hand in hands:
+                hand.join()
             if plan["ends"] == "finish":
                 producer.finish()
                 life.finished = self.world.time
+                self.world.moment()
             self.world.sleep(plan["lingers"])
             life.closed = self.world.time
         self._left(number, life, producer)
 
+    def _hand(
+        self, number: int, due: Sequence[Any], plan: dict[str, Any], producer: Producer, life: Life
+    ) -> None:
+        """One of the threads of a producer."""
+        for place, kind, pause in due:
+            if (number, place) not in self._finished_ops:
+                self.world.sleep(pause)
+                Blocking(self, producer, life, f"p{number}o{place}", plan["plays"]).carry_out(kind)
+                self._finished_ops.add((number, place))
+
+    async def _async_hand(
+        self, number: int, due: Sequence[Any], plan: dict[str, Any], producer: Any, life: Life
+    ) -> None:
+        for place, kind, pause in due:
+            if (number, place) not in self._finished_ops:
+                await asyncio.sleep(pause)
+                await Asyncio(self, producer, life, f"p{number}o{place}", plan["plays"]).carry_out(kind)
+                self._finished_ops.add((number, place))
+
     async def _play_async(self, number: int, plan: dict[str, Any], producer: Any, life: Life) -> None:
         async with producer as opened:
             self._opened(life)
-            for place, kind, pause in plan["operations"]:
-                if (number, place) in self._finished_ops:
-                    continue
-                await asyncio.sleep(pause)
-                await Asyncio(self, opened, life, f"p{number}o{place}").carry_out(kind)
-                self._finished_ops.add((number, place))
+            await asyncio.gather(
+                *(self._async_hand(number, due, plan, opened, life) for due in plan["hands"])
+            )
             if plan["ends"] == "finish":
                 await opened.finish()
                 life.finished = self.world.time
+                self.world.moment()
             await asyncio.sleep(plan["lingers"])
             life.closed = self.world.time
         self._left(number, life, producer)
@@ -309,8 +329,8 @@ class Pipeline:
             group = self.groups[group_id] = Group(group_id, size, begun, deadline, **fields)
         return group
 
-    def note(self, life: Life, group: Group, index: int, code: str) -> None:
-        """The server has answered a push of a usable trajectory."""
+    def note(self, life: Life, asked: float, group: Group, index: int, code: str) -> None:
+        """The server has answered a push of a usable trajectory, whose operation began when it `asked`."""
         if life.process.dead:
             return
         now = self.world.time
@@ -323,9 +343,8 @@ class Pipeline:
             after = f"{now - group.begun:.1f} s after its beginning"
             self.violate(f"P4: group {group.id} has ended {after}, its deadline is {group.deadline_s:g} s")
         if code in ("pushed", "duplicate"):
-            self.acknowledged.setdefault((group.id, index), []).append(
-                Acknowledged(life, life.asked, now, code)
-            )
+            self.acknowledged.setdefault((group.id, index), []).append(Acknowledged(life, asked, now, code))
+            self.world.moment()
 
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""

@@ -43,6 +43,7 @@ class Process:
         self.ended = math.inf
         """When it was killed."""
         self.paused_until = 0.0
+        self.moments = 0  # see `World.moment`
         self.asked = 0.0
         """When it sent its last request."""
         self.disturbances: list[tuple[float, float]] = []

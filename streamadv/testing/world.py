@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
 from .. import clock, doors
+from ..store.clients import SOCKET_TIMEOUT
 from . import wire
 from .async_wire import AsyncConnection, Loop
 from .plan import Choices, Plan
@@ -43,6 +44,15 @@ KINDS: Final = (
 )
 #: Seconds in which a client notices that a reply does not come, and tries again.
 TIMEOUT_S: Final = 15.0
+#: Seconds in which it tries again when it has been told, or was late itself.
+AGAIN_S: Final = 3.0
+#: Kinds that most schedules have alone, so that what follows from few faults is not drowned by the others.
+MODES: Final = (
+    ("crash", "refuse", "forget", "jump"),
+    ("slow", "late", "cut", "lost"),
+    ("crash", "kill", "die", "pause"),
+    KINDS,
+)
 _SECONDS: Final = (0.002, 0.01, 0.05, 0.2, 0.6, 1.5, 4.0, 12.0)
 
 
@@ -82,6 +92,7 @@ class World(wire.Network):
         self._names = random.Random(0)
         draw = self.plan._random
         self._rates = _rates(draw, faults) if self.plan.is_drawn else {}
+        self._moments = _moments(draw, faults) if self.plan.is_drawn else ((), 0.0)
 
     @property
     def choices(self) -> Choices:
@@ -181,10 +192,32 @@ class World(wire.Network):
         chosen: Sequence[Any] = self.plan.choose(label, self._draw) or ()
         if chosen:
             seconds = chosen[1] if chosen[0] in ("slow", "late", "pause") else 0.0
-            until = self.time + seconds + TIMEOUT_S
+            times_out = chosen[0] in ("slow", "late") and seconds >= SOCKET_TIMEOUT
+            until = self.time + seconds + (TIMEOUT_S if times_out else AGAIN_S)
             process.disturbances.append((self.time, until))
             process.disturbed_until = max(process.disturbed_until, until)
         return chosen
+
+    def moment(self) -> None:
+        """The process that has its turn has done what a fault may follow soon: the server dies, or it is killed."""
+        process = self.process
+        process.moments += 1
+        kinds, rate = self._moments
+
+        def draw(source: random.Random) -> Any:
+            if not kinds or source.random() > rate:
+                return None
+            return [source.choice((0.0, 0.1, 0.5, 1.5)), *_drawn(source.choice(kinds), source)]
+
+        if self.is_calm or not (chosen := self.plan.choose(f"{process.name}!{process.moments}", draw)):
+            return
+        seconds, *fault = chosen
+
+        def befall() -> None:
+            if not (process.dead or self.is_calm):
+                self.befall(process, fault, after=fault[0] == "crash")
+
+        self.at(self.time + seconds, befall)
 
     def _draw(self, source: random.Random) -> Any:
         at = source.random()
@@ -315,7 +348,8 @@ def _shown(commands: Commands) -> str:
 def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
     """How often each kind of fault is drawn for a request of this schedule: most schedules have a few kinds only."""
     rates = {}
-    for kind in faults:
+    mode = source.choice(MODES)
+    for kind in [kind for kind in faults if kind in mode]:
         if kind in ("slow", "late"):
             rates[kind] = source.choice((0.0, 0.0, 0.02, 0.1, 0.3))
         elif kind in ("jump", "set"):
@@ -323,6 +357,11 @@ def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
         else:
             rates[kind] = source.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
     return rates
+
+
+def _moments(source: random.Random, faults: Sequence[str]) -> tuple[Sequence[str], float]:
+    """What may follow upon a moment, and how often."""
+    return [kind for kind in ("crash", "kill") if kind in faults], source.choice((0.0, 0.0, 0.03, 0.1))
 
 
 def _drawn(kind: str, source: random.Random) -> list[Any]:
