@@ -86,6 +86,7 @@ class Pipeline:
         self._quiet_since: float | None = None
         self._heartbeats: dict[bytes, tuple[bytes, float]] = {}
         self.jobs = 0
+        self._all_back = 0.0  # when the last of those who were killed starts again
         self._finished_ops: set[tuple[int, int]] = set()
 
     # The whole
@@ -115,7 +116,9 @@ class Pipeline:
                     f"P3: the run has not ended {limit - CALM_S:.0f} s after the last fault: {self._state()}"
                 )
             alive = [process.disturbed_until for process in world.processes if not process.dead]
-            until = max(world.time, *alive) + QUIET_S  # nothing is under way any more
+            until = max(world.time, self._all_back, *alive) + QUIET_S  # nothing is under way any more
+            if any(process.dead and process.name.startswith("worker") for process in world.processes):
+                until += worker.LEASE_S  # then others take over what it had in hand
             self._calm()
             world.run(lambda: bool(self.violations) or world.time > until)
             self._raise()
@@ -161,7 +164,9 @@ class Pipeline:
             label = f"{process.name}/back"
             if not self.world.is_over:
                 delay = self.world.plan.choose(label, lambda source: source.choice((0.1, 1.0, 6.0, 20.0)))
-                self.world.at(self.world.time + (delay or 1.0), lambda: self._supervise(name, main, life + 1))
+                back = self.world.time + (delay or 1.0)
+                self._all_back = max(self._all_back, back)
+                self.world.at(back, lambda: self._supervise(name, main, life + 1))
 
         process.at_death.append(again)
         process.at_error = self._died
@@ -226,7 +231,8 @@ class Pipeline:
             not self.ended
             and len(self.done) == len(self.scene.producers)
             and all(
-                life.is_unheard or lost_for_good(self, life, life.finished or 0.0, life.finished or 0.0)
+                life.is_unheard
+                or any(lost_for_good(self, life, said, said) for said in (life.finished or 0.0, life.end))
                 for life in finished
             )
         ):
@@ -252,12 +258,14 @@ class Pipeline:
             return
         with producer:
             self._opened(life)
+            first, *others = plan["hands"]
             hands = [
-                doors.Thread(target=self._hand, args=(number, due, plan, producer, life))
-                for due in plan["hands"]
+                doors.Thread(target=self._hand, args=(number, due, plan, producer, life), name="hand")
+                for due in others
             ]
             for hand in hands:
                 hand.start()
+            self._hand(number, first, plan, producer, life)
             for hand in hands:
                 hand.join()
             if plan["ends"] == "finish":
@@ -309,8 +317,11 @@ class Pipeline:
         world = self.world
         life.left = world.time
         life.is_unheard = producer._logic._unheard is not None
-        if life.is_unheard and is_quiet(world, life.process, life.left - LEAVE_S, life.left):
-            self.violate(f"P2: producer {life.name} has left unheard, and nothing was in its way")
+        tried = life.left - (life.closed or life.left)
+        if life.is_unheard and (
+            tried < LEAVE_S - 1.0 or is_quiet(world, life.process, life.left - LEAVE_S, life.left)
+        ):
+            self.violate(f"P2: producer {life.name} has left unheard after {tried:.1f} s")
         self.done.add(number)
 
     def plan_group(

@@ -16,8 +16,6 @@ SLOW_S: Final = 100.0
 #: Group and index of a rollout.
 Place = tuple[str, int]
 
-#: Of one producer.
-OPERATIONS_EACH: Final = 4
 OPERATIONS: Final = (
     "push", "push", "push", "single", "many", "group", "run", "groups", "slow", "fail", "cancel", "eval", "later",
 )  # fmt: skip
@@ -111,7 +109,7 @@ def draw_scene(world: World) -> Scene:
         if kind == "none":
             continue
         operations = []
-        for place in range(OPERATIONS_EACH):
+        for place in range(6):
             operation = world.plan.choose(f"scene/p{number}/{place}", _operation)
             if operation is not None:
                 operations.append((place, *operation))
@@ -143,6 +141,6 @@ def draw_scene(world: World) -> Scene:
 
 
 def _operation(source: random.Random) -> list[Any] | None:
-    if source.random() < 0.35:
+    if source.random() < 0.5:
         return None
     return [source.choice(OPERATIONS), source.choice((0.0, 0.0, 0.0, 0.1, 1.0, 4.0))]
