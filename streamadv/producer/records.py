@@ -13,7 +13,14 @@ from typing import Any, Final
 import numpy as np
 
 from ..trajectory.checked import Checked, CheckedRow, StepSpan
-from ..trajectory.columns import COLUMN_NAME, KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, known_array
+from ..trajectory.columns import (
+    COLUMN_NAME,
+    KNOWN_COLUMNS,
+    OUTPUT_COLUMNS,
+    REQUIRED_COLUMNS,
+    check_together,
+    unchecked_array,
+)
 from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
 from ..trajectory.names import check_names
 from ..trajectory.schema import (
@@ -61,6 +68,7 @@ def read_by_hand(records: Sequence[Any], ticket: Ticket) -> list[Checked] | None
         return None
     try:
         found = [_read(record, ticket) for record in records]
+        check_together([row.columns for one in found for row in one.rows])
     except (ValueError, TypeError, OverflowError):
         return None
     return found if len({one.rollout_index for one in found}) == len(found) else None
@@ -150,7 +158,7 @@ def _rows(record: Mapping[str, Any]) -> list[CheckedRow]:
 
 
 def _row(data: Mapping[str, Any], known: Sequence[str], others: Sequence[str]) -> CheckedRow:
-    columns = {name: known_array(name, value) for name in known if (value := data[name]) is not None}
+    columns = {name: unchecked_array(name, value) for name in known if (value := data[name]) is not None}
     if not columns.keys() >= _REQUIRED or len(set(map(len, columns.values()))) > 1:
         raise _Unclear
     extras, agent = {}, data.get("agent")

@@ -29,12 +29,17 @@ class Audit(NamedTuple):
 def audit(run: Run) -> Audit:
     """Differences between the ledger and what is stored, packets that nobody can read, and orphaned keys."""
     problems, payloads, uncounted = [], 0, 0
+    before = run.counters()
     for number, keys in enumerate(run.keys.shards):
         stored = walk(run, keys)
         texts = (*_wrong_counters(run, keys, stored), *stored.problems, *_stray_keys(run, keys, stored))
         problems += [one_line(f"shard {number}: {text}") for text in texts]
         payloads += len(stored.payloads) + len(stored.dead)
         uncounted += stored.uncounted
+    if problems and run.counters() != before:
+        problems.append(
+            "the run was at work meanwhile, these may be no differences: look again while it is quiet"
+        )
     return Audit(problems, payloads, uncounted)
 
 

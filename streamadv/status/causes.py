@@ -261,26 +261,40 @@ def _brakes(status: Status) -> Iterator[Found]:
         )
 
 
+def _scores(status: Status) -> Iterator[Found]:
+    """Before the brakes: groups that wait for scores are what fills the budget."""
+    lack = status.groups.lack
+    if status.groups.open and status.is_quiet and lack.scores:
+        yield (
+            "missing_scores",
+            f"{lack.groups_without_scores} of {_open_groups(status)} lack the rewards of {lack.scores} rollouts"
+            f"{_oldest(status)}",
+        )
+
+
+def _open_groups(status: Status) -> str:
+    open_groups, looked_at = status.groups.open, status.groups.lack.groups
+    some = f" (of the {looked_at} that are due first)" if looked_at < open_groups else ""
+    return f"{open_groups} open groups{some}"
+
+
+def _oldest(status: Status) -> str:
+    oldest_s = status.groups.lack.oldest_s
+    return "" if oldest_s is None else f", the oldest is open for {oldest_s:.0f} s"
+
+
 def _groups(status: Status) -> Iterator[Found]:
-    open_groups, lack = status.groups.open, status.groups.lack
-    if not open_groups or not status.is_quiet:
+    if not status.groups.open or not status.is_quiet:
         return
-    some = f" (of the {lack.groups} that are due first)" if lack.groups < open_groups else ""
-    oldest = "" if lack.oldest_s is None else f", the oldest is open for {lack.oldest_s:.0f} s"
+    lack = status.groups.lack
     in_streams = status.places.rollouts + status.places.scoring  # pushed, and taken by no process yet
     if lack.rollouts > in_streams:
         which = "" if in_streams else f"{lack.groups_without_rollouts} of "
         waiting = f", {in_streams} others wait for a process" if in_streams else ""
         yield (
             "incomplete_groups",
-            f"{which}{open_groups} open groups{some} lack {lack.rollouts - in_streams} of {lack.places} rollouts"
-            f"{waiting}, {_quiet(status)}{oldest}",
-        )
-    if lack.scores:
-        yield (
-            "missing_scores",
-            f"{lack.groups_without_scores} of {open_groups} open groups{some} lack the rewards of "
-            f"{lack.scores} rollouts{oldest}",
+            f"{which}{_open_groups(status)} lack {lack.rollouts - in_streams} of {lack.places} rollouts"
+            f"{waiting}, {_quiet(status)}{_oldest(status)}",
         )
 
 
@@ -310,6 +324,7 @@ CAUSES: Final[dict[Callable[[Status], Iterator[Found]], bool]] = {
     _stages: False,
     _losses: True,
     _trainer: False,
+    _scores: True,
     _brakes: False,
     _groups: True,
     _producers: True,

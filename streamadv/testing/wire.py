@@ -13,7 +13,7 @@ import redis.asyncio.connection
 import redis.connection
 
 from .server import Server, Session, encode
-from .strands import Process, Scheduler
+from .strands import Process, Scheduler, Stuck
 
 #: Seconds from a request to its effect.
 TRIP_S: Final = 0.0005
@@ -198,7 +198,9 @@ class Socket:
 
 
 def open_link(network: Network) -> Link:
-    """A connection of the process that has its turn. Raises ConnectionRefusedError."""
+    """A connection of the process that has its turn. Raises ConnectionRefusedError, Stuck."""
+    if not network.is_inside():
+        raise Stuck("a thread that is none of the world's opens a connection: end it before the world begins")
     network.check()
     if not network.server.is_up:
         raise ConnectionRefusedError("connection refused")

@@ -149,7 +149,7 @@ class World(wire.Network):
                 gc.enable()
 
     def _now(self) -> float:
-        return self.time
+        return self.time if self.is_inside() else self._before[1]()
 
     def wall(self) -> float:
         """The wall clock of the process that has its turn."""

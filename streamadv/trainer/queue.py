@@ -247,6 +247,7 @@ class TrainerQueue(IterableDataset[Batch]):
         the same batch.
         """
         take_back: list[Callable[[], None]] = []
+        self._check_open()
         try:
             with metrics.wait(STAGE):
                 return self._supply.next_batch(timeout, max_groups, take_back)
@@ -437,8 +438,12 @@ class TrainerQueue(IterableDataset[Batch]):
             raise KeyboardInterrupt from None
 
     def _pause(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise ServerUnreachableError(f"run {self._run_name}: the queue was closed while it waited")
+        self._stop.wait(seconds)
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._stop.is_set():
+            raise ServerUnreachableError(f"run {self._run_name}: this queue is closed, make another one")
 
 
 def _warn_of_early_drops(run: str, max_staleness: int | None, drop_after: int | None) -> None:

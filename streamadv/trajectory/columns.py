@@ -7,8 +7,9 @@ extra column may state otherwise. Arrays are numpy: torch appears only in rooms 
 from __future__ import annotations
 
 import re
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import countOf
 from typing import Any, Final
@@ -62,8 +63,12 @@ _SHORT_MASK: Final = 1 << 16
 #: Bytes of a column up to which argmin and argmax are quicker than a reduction. They copy what is read-only.
 _SHORT_COLUMN: Final = 128 << 10
 
-#: What numpy makes of a list of one of these types.
-_DTYPES: Final[dict[type | None, np.dtype[Any]]] = {int: np.dtype(np.int64), float: np.dtype(np.float64)}
+#: The type of a list's values that struct writes in a dtype as numpy would, and its format.
+_PACKED: Final[dict[np.dtype[Any], tuple[type, str]]] = {
+    np.dtype("<i4"): (int, "i"),
+    np.dtype("u1"): (int, "B"),
+    np.dtype("<f4"): (float, "f"),
+}
 _RANGES: Final = {
     dtype: (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     for dtype in map(np.dtype, EXTRA_DTYPES)
@@ -79,8 +84,17 @@ def known_array(name: str, value: Any) -> Array:
     Raises ValueError if `value` is not one-dimensional, is empty, is not numeric, changes in the column's dtype, or
     holds NaN or infinity.
     """
+    array = unchecked_array(name, value)
+    check_values(name, array)
+    return array
+
+
+def unchecked_array(name: str, value: Any) -> Array:
+    """`known_array`, whose values are still to be checked."""
     dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
-    array = _numeric(value)
+    array = _of_list(value, dtype) if type(value) is list else None
+    if array is None:
+        array = _numeric(value)
     if array.ndim != 1:
         raise ValueError(f"has {array.ndim} dimensions, needs 1: one value per token")
     if array.size == 0:
@@ -89,7 +103,6 @@ def known_array(name: str, value: Any) -> Array:
         if array.dtype.kind == "b" and name != "response_mask":
             raise ValueError("holds booleans, needs numbers")
         array = cast_array(array, dtype)
-    check_values(name, array)
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
@@ -128,6 +141,16 @@ def check_values(name: str, array: Array) -> None:
     elif name == "input_ids" and array.size and _least(array) < 0:
         first = int(np.flatnonzero(array < 0)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs an id from 0 on: rows are not padded")
+
+
+def check_together(columns: Sequence[Mapping[str, Array]]) -> None:
+    """`check_values` of the columns of rows; of short ones together, as a call costs more than what it looks at."""
+    for name in {name: None for row in columns for name in row}:
+        arrays = [row[name] for row in columns if name in row]
+        if len(arrays) > 1 and sum(array.nbytes for array in arrays) <= _SHORT_COLUMN:
+            arrays = [np.concatenate(arrays)]
+        for array in arrays:
+            check_values(name, array)
 
 
 def span_of(versions: Array, mask: Array) -> tuple[int, int] | None:
@@ -182,13 +205,21 @@ def count_ones(mask: Array, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
     return counts
 
 
+def _of_list(value: list[Any], dtype: np.dtype[Any]) -> Array | None:
+    """The list as an array of this dtype; None where a value is of another kind or does not fit."""
+    kind, code = _PACKED[dtype]
+    if not value or countOf(map(type, value), kind) != len(value):
+        return None
+    data = bytearray(len(value) * dtype.itemsize)
+    with suppress(struct.error, OverflowError):
+        struct.pack_into(f"<{len(value)}{code}", data, 0, *value)  # three times as quick as numpy
+        return np.frombuffer(data, dtype)
+    return None
+
+
 def _numeric(value: Any) -> Array:
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         return value
-    kind = type(value[0]) if type(value) is list and value else None
-    if kind in _DTYPES and countOf(map(type, value), kind) == len(value):  # there is nothing to find below
-        with suppress(OverflowError):
-            return np.fromiter(value, _DTYPES[kind], len(value))
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         value = value.detach().cpu()
         try:

@@ -40,9 +40,9 @@ FENCE: Final = re.compile(r"^( *)```(\S*) ?(.*)\n((?s:.*?))^\1```$", re.MULTILIN
 PORT: Final = "6379"
 #: The run of pages that start no workers: a grouper and an advantage worker serve it.
 RUN: Final = "exp1"
-#: A page with one of these starts its own server or workers.
+#: A page with one of these starts its own server or workers, or needs none.
 OWN_SERVER: Final = ("streamadv server", "streamadv up")
-OWN_WORKERS: Final = (*OWN_SERVER, "streamadv worker grouper", "integrations.ray")
+OWN_WORKERS: Final = (*OWN_SERVER, "streamadv worker grouper", "integrations.ray", "streamadv.testing")
 
 
 class Block(NamedTuple):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from streamadv import clock, doors
+from streamadv.store.connection import Connection
 from streamadv.testing import URL, World
 from streamadv.testing import __main__ as command
 from streamadv.testing.judge import run_schedule
@@ -60,6 +63,30 @@ def test_time_passes_only_in_waits() -> None:
         world.start("p", main)
         world.run(lambda: bool(seen))
     assert 3600.0 <= seen[0] < 3600.1
+
+
+def test_a_thread_outside_is_told_so_and_keeps_its_clock() -> None:
+    told, times = [], []
+
+    def outside() -> None:
+        times.append(abs(clock.now() - time.monotonic()))
+        try:
+            Connection(URL).scripts.get("x")
+        except Stuck as error:
+            told.append(str(error))
+
+    with World(0, faults=()) as world:
+
+        def main() -> None:
+            thread = threading.Thread(target=outside)
+            thread.start()
+            thread.join()
+            assert Connection(URL).scripts.get("x") is None
+
+        world.start("p", main)
+        world.run(lambda: bool(told))
+    assert "none of the world's" in told[0]
+    assert times[0] < 60.0
 
 
 def test_a_killed_process_does_nothing_any_more() -> None:

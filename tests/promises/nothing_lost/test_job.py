@@ -642,7 +642,7 @@ def test_a_queue_that_is_closed_waits_for_nobody(server_of_job: Server, run: str
     ranks[rank].close()
     state = {"run": run, "version": 0, "groups": []}
     for call in (ranks[rank].next_batch, lambda: ranks[rank].commit(state)):
-        with pytest.raises(ServerUnreachableError, match="the queue was closed while it waited"):
+        with pytest.raises(ServerUnreachableError, match="this queue is closed"):
             call()
 
 

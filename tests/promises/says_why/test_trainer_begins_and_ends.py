@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamadv.errors import StarvedError
+from streamadv.errors import ServerUnreachableError, StarvedError
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
@@ -198,3 +198,11 @@ def test_a_queue_shows_where_it_is(fake: Connection, trained: Run) -> None:
     assert repr(queue) == "TrainerQueue(run='r', rank=0, world_size=1, version=0, committed=0, delivered=0)"
     next_batch(queue, trained)
     assert repr(queue) == "TrainerQueue(run='r', rank=0, world_size=1, version=1, committed=1, delivered=2)"
+
+
+def test_a_queue_that_is_closed_says_so(fake: Connection) -> None:
+    pushed_run(fake, "r", 1)
+    with queue_of(fake) as queue:
+        assert queue.epoch
+    with pytest.raises(ServerUnreachableError, match="run r: this queue is closed, make another one"):
+        queue.next_batch()

@@ -11,7 +11,9 @@ from streamadv.run import Run
 from streamadv.status import read_shards, read_status, shard
 from streamadv.status.audit import audit, delete_run
 from streamadv.status.model import Ledger, Places
+from streamadv.status.stored import StoredData, walk
 from streamadv.store.connection import Connection
+from streamadv.store.keys import ShardKeys
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     deep_problems,
@@ -89,6 +91,21 @@ def test_orphans_and_missing_payloads_are_found(busy: Run) -> None:
     victim = next(key for key in scripts.scan_iter("*:payload:*"))
     scripts.delete(victim)
     assert deep_problems(busy) == [f"shard 0: key {victim.decode()} is referred to and missing"]
+
+
+def test_differences_of_a_run_at_work_may_be_none(busy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = busy.keys.home
+    busy.connection.scripts.set(keys.payload("9-9"), "x")
+    assert len(audit(busy).problems) == 1
+    walked = walk
+
+    def walk_beside_a_producer(run: Run, keys: ShardKeys) -> StoredData:
+        found = walked(run, keys)
+        run.connection.scripts.hincrby(keys.ledger, "outcome:complete", 1)
+        return found
+
+    monkeypatch.setattr("streamadv.status.audit.walk", walk_beside_a_producer)
+    assert "the run was at work meanwhile" in audit(busy).problems[-1]
 
 
 def test_wrong_bytes_are_found(busy: Run) -> None:

@@ -165,6 +165,18 @@ def test_groups_that_lack_a_reward_are_named(
     assert blocked() == ["missing_scores"]
 
 
+def test_rewards_that_lack_are_named_before_the_pacing_that_they_cause(
+    fake: Connection, producer: Producer, blocked: Blocked, forward: Forward
+) -> None:
+    queue = TrainerQueue(fake, "r", batch_groups=1, max_staleness=0, prefetch=0, commit="each_batch")
+    look(queue, forward)
+    producer.push([unscored("g", 0), unscored("g", 1)])
+    group_all(join(fake, "r"))
+    look(queue, forward)
+    forward(REPORT_S)
+    assert blocked() == ["missing_scores", "pacing"]
+
+
 def test_entries_nobody_takes_are_named_at_once(producer: Producer, blocked: Blocked, says: Says) -> None:
     push_one(producer, trajectory())
     assert blocked() == ["no_grouper"]
