@@ -274,6 +274,7 @@ class Pipeline:
                 self.world.moment()
             self.world.sleep(plan["lingers"])
             life.closed = self.world.time
+            self.world.moment()
         self._left(number, life, producer)
 
     def _hand(
@@ -307,6 +308,7 @@ class Pipeline:
                 self.world.moment()
             await asyncio.sleep(plan["lingers"])
             life.closed = self.world.time
+            self.world.moment()
         self._left(number, life, producer)
 
     def _opened(self, life: Life) -> None:

@@ -90,9 +90,11 @@ class World(wire.Network):
         self._trace = hashlib.blake2b(digest_size=8)
         self._waiting: dict[bytes, list[Callable[[], object]]] = {}
         self._names = random.Random(0)
-        draw = self.plan._random
-        self._rates = _rates(draw, faults) if self.plan.is_drawn else {}
-        self._moments = _moments(draw, faults) if self.plan.is_drawn else ((), 0.0)
+        source = self.plan._random
+        mode = source.choice(MODES)
+        self._rates = _rates(source, [kind for kind in faults if kind in mode])
+        self._moments = [kind for kind in faults if kind in mode and kind in ("crash", "kill", "cut")]
+        self._moment_rate = source.choice((0.0, 0.03, 0.1, 0.2)) if self._moments else 0.0
 
     @property
     def choices(self) -> Choices:
@@ -189,7 +191,8 @@ class World(wire.Network):
         self._note(f"{self.time:.5f} {label} {_shown(commands)}")
         if self.is_calm:
             return ()
-        chosen: Sequence[Any] = self.plan.choose(label, self._draw) or ()
+        chosen, process.due = process.due, ()
+        chosen = chosen or self.plan.choose(label, self._draw) or ()
         if chosen:
             seconds = chosen[1] if chosen[0] in ("slow", "late", "pause") else 0.0
             times_out = chosen[0] in ("slow", "late") and seconds >= SOCKET_TIMEOUT
@@ -199,22 +202,23 @@ class World(wire.Network):
         return chosen
 
     def moment(self) -> None:
-        """The process that has its turn has done what a fault may follow soon: the server dies, or it is killed."""
+        """The process that has its turn has done something: it may be killed or cut off soon, or the server dies."""
         process = self.process
         process.moments += 1
-        kinds, rate = self._moments
 
         def draw(source: random.Random) -> Any:
-            if not kinds or source.random() > rate:
+            if source.random() >= self._moment_rate:
                 return None
-            return [source.choice((0.0, 0.1, 0.5, 1.5)), *_drawn(source.choice(kinds), source)]
+            return [source.choice((0.0, 0.1, 0.5, 1.5)), *_drawn(source.choice(self._moments), source)]
 
         if self.is_calm or not (chosen := self.plan.choose(f"{process.name}!{process.moments}", draw)):
             return
         seconds, *fault = chosen
 
         def befall() -> None:
-            if not (process.dead or self.is_calm):
+            if fault[0] == "cut":
+                process.due = fault
+            elif not (process.dead or self.is_calm):
                 self.befall(process, fault, after=fault[0] == "crash")
 
         self.at(self.time + seconds, befall)
@@ -348,8 +352,7 @@ def _shown(commands: Commands) -> str:
 def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
     """How often each kind of fault is drawn for a request of this schedule: most schedules have a few kinds only."""
     rates = {}
-    mode = source.choice(MODES)
-    for kind in [kind for kind in faults if kind in mode]:
+    for kind in faults:
         if kind in ("slow", "late"):
             rates[kind] = source.choice((0.0, 0.0, 0.02, 0.1, 0.3))
         elif kind in ("jump", "set"):
@@ -357,11 +360,6 @@ def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
         else:
             rates[kind] = source.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
     return rates
-
-
-def _moments(source: random.Random, faults: Sequence[str]) -> tuple[Sequence[str], float]:
-    """What may follow upon a moment, and how often."""
-    return [kind for kind in ("crash", "kill") if kind in faults], source.choice((0.0, 0.0, 0.03, 0.1))
 
 
 def _drawn(kind: str, source: random.Random) -> list[Any]:
