@@ -48,7 +48,7 @@ TIMEOUT_S: Final = 15.0
 AGAIN_S: Final = 3.0
 #: Kinds that most schedules have alone, so that what follows from few faults is not drowned by the others.
 MODES: Final = (
-    ("crash", "refuse", "forget", "jump"),
+    ("crash", "refuse", "forget", "jump", "slow"),
     ("slow", "late", "cut", "lost"),
     ("crash", "kill", "die", "pause"),
     KINDS,
