@@ -63,9 +63,20 @@ def was_lost_twice(pipeline: Pipeline, acknowledged: list[Acknowledged]) -> bool
     return any(end > min(lost) for end in pipeline.job_ends) if lost else False
 
 
+def may_be_over(pipeline: Pipeline, group: Group) -> bool:
+    """Whether a part of the group was lost, and was not pushed again before its deadline, or by nobody."""
+    acknowledged = [pipeline.acknowledged.get(place, []) for place in group.places]
+    return any(is_excused(pipeline, each) for each in acknowledged) or any(
+        at + HEARD_S > group.begun + group.deadline_s
+        for at, since in pipeline.world.lost
+        for each in acknowledged
+        if any(since - SLACK_S <= one.when and one.asked <= at + SLACK_S for one in each)
+    )
+
+
 def may_be_dropped(pipeline: Pipeline, group: Group) -> bool:
     """Whether the group may have ended otherwise: a part of it was lost, or came after its deadline."""
-    if any(is_excused(pipeline, pipeline.acknowledged[place]) for place in group.places):
+    if may_be_over(pipeline, group):
         return True
     if pipeline.scene.scored:  # its rewards may have come after its deadline
         return pipeline.world.time > group.begun + group.deadline_s

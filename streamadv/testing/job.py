@@ -24,7 +24,7 @@ CHAIN: Final = "reinforce"
 #: What a rank waits for the others: its process group's timeout.
 COLLECTIVE_S: Final = 45.0
 #: Seconds after which everybody has heard of a producer that nothing disturbs.
-KNOWN_S: Final = 45.0
+KNOWN_S: Final = 20.0
 #: In a checkpoint: what has been trained on, in the order of training.
 WEIGHTS: Final = "weights.json"
 
@@ -98,11 +98,11 @@ class Job:
 
     def _train(self, rank: int, k: int, members: tuple[Place, ...]) -> None:
         """All ranks have a batch and train it together."""
+        if self._apart is not None and rank:
+            self.pipeline.violate(f"P1: ranks trained different batches {self._apart}, and go on untold")
         brought = self._meet(rank, (k, members))
         if any(each[0] == "end" for each in brought):
             raise TimeoutError("ranks do different things")
-        if self._apart is not None and rank:
-            self.pipeline.violate(f"P1: ranks trained different batches {self._apart}, and go on untold")
         if any(each != brought[0] for each in brought):
             self._apart = k
         if not rank:

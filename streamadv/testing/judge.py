@@ -15,7 +15,7 @@ from ..status import problems_of, read_shards
 from ..status.audit import audit
 from ..status.model import Ledger
 from ..store.connection import Connection
-from .excuses import is_excused, may_be_dropped, was_lost_twice, whole_groups
+from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, whole_groups
 from .pipeline import Pipeline
 from .plan import Choices, cut_down
 from .scene import RUN, Place, Violation
@@ -51,8 +51,12 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     if twice:
         yield f"P1: {twice[:4]} are in the weights twice"
     yield from _missing(pipeline, set(weights))
-    # What nobody has pushed again is in the weights, and the server knows nothing of it.
-    unknown = sum(is_excused(pipeline, pipeline.acknowledged.get(place, [])) for place in weights)
+    # What nobody has pushed again is in the weights, and the server has at most the rest of its group, as untrained.
+    unknown = sum(
+        is_excused(pipeline, pipeline.acknowledged.get(place, []))
+        or may_be_over(pipeline, pipeline.groups[place[0]])
+        for place in weights
+    )
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
     store = pipeline.world.server.store

@@ -86,6 +86,7 @@ class Pipeline:
         self._quiet_since: float | None = None
         self._heartbeats: dict[bytes, tuple[bytes, float]] = {}
         self.jobs = 0
+        self._all_back = 0.0  # when the last of those who were killed starts again
         self._finished_ops: set[tuple[int, int]] = set()
 
     # The whole
@@ -102,7 +103,7 @@ class Pipeline:
                 self._supervise("scorer", self._scorer)
             for number, plan in enumerate(self.scene.producers):
                 self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
-            self._start_job()
+            world.at(self.scene.trainer_late_s, self._start_job)
             world.at(CALM_S, self._calm)
             world.at(5.0, self._look)
             for wait in (40.0, 80.0, 120.0):
@@ -115,7 +116,9 @@ class Pipeline:
                     f"P3: the run has not ended {limit - CALM_S:.0f} s after the last fault: {self._state()}"
                 )
             alive = [process.disturbed_until for process in world.processes if not process.dead]
-            until = max(world.time, *alive) + QUIET_S  # nothing is under way any more
+            until = max(world.time, self._all_back, *alive) + QUIET_S  # nothing is under way any more
+            if any(process.dead and process.name.startswith("worker") for process in world.processes):
+                until += worker.LEASE_S  # then others take over what it had in hand
             self._calm()
             world.run(lambda: bool(self.violations) or world.time > until)
             self._raise()
@@ -161,7 +164,9 @@ class Pipeline:
             label = f"{process.name}/back"
             if not self.world.is_over:
                 delay = self.world.plan.choose(label, lambda source: source.choice((0.1, 1.0, 6.0, 20.0)))
-                self.world.at(self.world.time + (delay or 1.0), lambda: self._supervise(name, main, life + 1))
+                back = self.world.time + (delay or 1.0)
+                self._all_back = max(self._all_back, back)
+                self.world.at(back, lambda: self._supervise(name, main, life + 1))
 
         process.at_death.append(again)
         process.at_error = self._died
@@ -226,7 +231,8 @@ class Pipeline:
             not self.ended
             and len(self.done) == len(self.scene.producers)
             and all(
-                life.is_unheard or lost_for_good(self, life, life.finished or 0.0, life.finished or 0.0)
+                life.is_unheard
+                or any(lost_for_good(self, life, said, said) for said in (life.finished or 0.0, life.end))
                 for life in finished
             )
         ):
@@ -252,33 +258,57 @@ class Pipeline:
             return
         with producer:
             self._opened(life)
-            for place, kind, pause in plan["operations"]:
-                if (number, place) in self._finished_ops:
-                    continue
-                self.world.sleep(pause)
-                Blocking(self, producer, life, f"p{number}o{place}").carry_out(kind)
-                self._finished_ops.add((number, place))
+            first, *others = plan["hands"]
+            hands = [
+                doors.Thread(target=self._hand, args=(number, due, plan, producer, life), name="hand")
+                for due in others
+            ]
+            for hand in hands:
+                hand.start()
+            self._hand(number, first, plan, producer, life)
+            for hand in hands:
+                hand.join()
             if plan["ends"] == "finish":
                 producer.finish()
                 life.finished = self.world.time
+                self.world.moment()
             self.world.sleep(plan["lingers"])
             life.closed = self.world.time
+            self.world.moment()
         self._left(number, life, producer)
+
+    def _hand(
+        self, number: int, due: Sequence[Any], plan: dict[str, Any], producer: Producer, life: Life
+    ) -> None:
+        """One of the threads of a producer."""
+        for place, kind, pause in due:
+            if (number, place) not in self._finished_ops:
+                self.world.sleep(pause)
+                Blocking(self, producer, life, f"p{number}o{place}", plan["plays"]).carry_out(kind)
+                self._finished_ops.add((number, place))
+
+    async def _async_hand(
+        self, number: int, due: Sequence[Any], plan: dict[str, Any], producer: Any, life: Life
+    ) -> None:
+        for place, kind, pause in due:
+            if (number, place) not in self._finished_ops:
+                await asyncio.sleep(pause)
+                await Asyncio(self, producer, life, f"p{number}o{place}", plan["plays"]).carry_out(kind)
+                self._finished_ops.add((number, place))
 
     async def _play_async(self, number: int, plan: dict[str, Any], producer: Any, life: Life) -> None:
         async with producer as opened:
             self._opened(life)
-            for place, kind, pause in plan["operations"]:
-                if (number, place) in self._finished_ops:
-                    continue
-                await asyncio.sleep(pause)
-                await Asyncio(self, opened, life, f"p{number}o{place}").carry_out(kind)
-                self._finished_ops.add((number, place))
+            await asyncio.gather(
+                *(self._async_hand(number, due, plan, opened, life) for due in plan["hands"])
+            )
             if plan["ends"] == "finish":
                 await opened.finish()
                 life.finished = self.world.time
+                self.world.moment()
             await asyncio.sleep(plan["lingers"])
             life.closed = self.world.time
+            self.world.moment()
         self._left(number, life, producer)
 
     def _opened(self, life: Life) -> None:
@@ -289,8 +319,11 @@ class Pipeline:
         world = self.world
         life.left = world.time
         life.is_unheard = producer._logic._unheard is not None
-        if life.is_unheard and is_quiet(world, life.process, life.left - LEAVE_S, life.left):
-            self.violate(f"P2: producer {life.name} has left unheard, and nothing was in its way")
+        tried = life.left - (life.closed or life.left)
+        if life.is_unheard and (
+            tried < LEAVE_S - 1.0 or is_quiet(world, life.process, life.left - LEAVE_S, life.left)
+        ):
+            self.violate(f"P2: producer {life.name} has left unheard after {tried:.1f} s")
         self.done.add(number)
 
     def plan_group(
@@ -309,8 +342,8 @@ class Pipeline:
             group = self.groups[group_id] = Group(group_id, size, begun, deadline, **fields)
         return group
 
-    def note(self, life: Life, group: Group, index: int, code: str) -> None:
-        """The server has answered a push of a usable trajectory."""
+    def note(self, life: Life, asked: float, group: Group, index: int, code: str) -> None:
+        """The server has answered a push of a usable trajectory, whose operation began when it `asked`."""
         if life.process.dead:
             return
         now = self.world.time
@@ -323,9 +356,8 @@ class Pipeline:
             after = f"{now - group.begun:.1f} s after its beginning"
             self.violate(f"P4: group {group.id} has ended {after}, its deadline is {group.deadline_s:g} s")
         if code in ("pushed", "duplicate"):
-            self.acknowledged.setdefault((group.id, index), []).append(
-                Acknowledged(life, life.asked, now, code)
-            )
+            self.acknowledged.setdefault((group.id, index), []).append(Acknowledged(life, asked, now, code))
+            self.world.moment()
 
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""

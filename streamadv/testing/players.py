@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 class _Play:
     """What both kinds of producer do."""
 
-    def __init__(self, pipeline: Pipeline, producer: Any, life: Life, prefix: str) -> None:
+    def __init__(self, pipeline: Pipeline, producer: Any, life: Life, prefix: str, plays: float) -> None:
         self.pipeline = pipeline
         self.world = pipeline.world
         self.producer = producer
         self.life = life
         self.prefix = prefix
+        self.plays = plays
+        """Seconds of one rollout."""
+        self.asked = self.world.time
         self.reward: dict[str, Any] = {"reward_later": True} if pipeline.scene.scored else {}
 
     def trajectory(self, group: Group, index: int) -> Trajectory:
@@ -46,19 +49,27 @@ class _Play:
 
     def noted(self, group: Group, codes: Sequence[str], first: int = 0) -> None:
         for index, code in enumerate(codes, first):
-            self.pipeline.note(self.life, group, index, code)
+            self.pipeline.note(self.life, self.asked, group, index, code)
 
 
 class Blocking(_Play):
     """Operations of a blocking producer."""
 
     def carry_out(self, kind: str) -> None:
-        since = self.life.asked = self.world.time
+        self.asked = self.world.time
         with suppress(
             GroupEndedError, RunEndedError
         ):  # done by an earlier life, or the run has ended meanwhile
             getattr(self, f"do_{kind}")()
-        self.pipeline.waited(self.life, since)
+        self.pipeline.waited(self.life, self.asked)
+
+    def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
+        """One rollout is played and pushed."""
+        self.world.moment()
+        self.world.sleep(self.plays if seconds is None else seconds)
+        code = rollout.push(**self.columns(rollout.rollout_index))
+        if rollout.rollout_index < group.size:
+            self.noted(group, [code], rollout.rollout_index)
 
     def _pushed(self, group: Group, indices: Sequence[int]) -> None:
         while True:
@@ -68,7 +79,7 @@ class Blocking(_Play):
                 self.world.sleep(0.5)
                 continue
             for index, code in zip(indices, result.codes, strict=True):
-                self.pipeline.note(self.life, group, index, code)
+                self.pipeline.note(self.life, self.asked, group, index, code)
             return
 
     def do_push(self) -> None:
@@ -83,12 +94,8 @@ class Blocking(_Play):
         """A group with a deadline of its own."""
         group = self.pipeline.plan_group(self.prefix, deadline_s=SLOW_S)
         with self.producer.group(2, group_id=group.id, deadline_s=SLOW_S) as begun:
-            for rollout in begun:
-                if rollout.rollout_index < 2:
-                    self.noted(
-                        group, [rollout.push(**self.columns(rollout.rollout_index))], rollout.rollout_index
-                    )
-                    self.world.sleep(6.0)
+            for rollout in list(begun)[:2]:
+                self._played(group, rollout, 6.0)
 
     def do_many(self) -> None:
         groups = [self.pipeline.plan_group(f"{self.prefix}.{number}") for number in range(2)]
@@ -100,30 +107,19 @@ class Blocking(_Play):
         group = self.pipeline.plan_group(self.prefix)
         with self.producer.group(2, group_id=group.id) as begun:
             for rollout in begun:
-                self.world.sleep(0.2)
-                code = rollout.push(**self.columns(rollout.rollout_index))
-                if rollout.rollout_index < 2:
-                    self.noted(group, [code], rollout.rollout_index)
+                self._played(group, rollout)
 
     def do_run(self) -> None:
         group = self.pipeline.plan_group(self.prefix)
-
-        def play(rollout: Any) -> None:
-            code = rollout.push(**self.columns(rollout.rollout_index))
-            if rollout.rollout_index < 2:
-                self.noted(group, [code], rollout.rollout_index)
-
-        self.producer.begin_group(2, group_id=group.id).run(play)
+        self.producer.begin_group(2, group_id=group.id).run(lambda rollout: self._played(group, rollout))
 
     def do_groups(self) -> None:
         """Two groups, the second one begun ahead."""
         for number, begun in enumerate(self.producer.groups(2)):
             # It was opened at some time since it was asked for: the reply may have been long under way.
-            group = self.pipeline.plan_group(begun.group_id, begun=self.life.asked)
+            group = self.pipeline.plan_group(begun.group_id, begun=self.asked)
             for rollout in begun:
-                code = rollout.push(**self.columns(rollout.rollout_index))
-                if rollout.rollout_index < 2:
-                    self.noted(group, [code], rollout.rollout_index)
+                self._played(group, rollout)
             if number:
                 break
 
@@ -153,10 +149,10 @@ class Asyncio(_Play):
     """Operations of an asyncio producer."""
 
     async def carry_out(self, kind: str) -> None:
-        since = self.life.asked = self.world.time
+        self.asked = self.world.time
         with suppress(GroupEndedError, RunEndedError):
             await getattr(self, f"do_{kind}")()
-        self.pipeline.waited(self.life, since)
+        self.pipeline.waited(self.life, self.asked)
 
     async def do_push(self) -> None:
         group = self.pipeline.plan_group(self.prefix)
@@ -183,9 +179,14 @@ class Asyncio(_Play):
 
     async def _push_all(self, group: Group, begun: Any) -> None:
         for rollout in begun:
-            code = await rollout.push(**self.columns(rollout.rollout_index))
-            if rollout.rollout_index < 2:
-                self.noted(group, [code], rollout.rollout_index)
+            await self._played(group, rollout)
+
+    async def _played(self, group: Group, rollout: Any) -> None:
+        self.world.moment()
+        await asyncio.sleep(self.plays)
+        code = await rollout.push(**self.columns(rollout.rollout_index))
+        if rollout.rollout_index < group.size:
+            self.noted(group, [code], rollout.rollout_index)
 
     async def do_group(self) -> None:
         await self._whole(self.pipeline.plan_group(self.prefix))
@@ -195,19 +196,15 @@ class Asyncio(_Play):
 
     async def do_run(self) -> None:
         group = self.pipeline.plan_group(self.prefix)
-
-        async def play(rollout: Any) -> None:
-            code = await rollout.push(**self.columns(rollout.rollout_index))
-            if rollout.rollout_index < 2:
-                self.noted(group, [code], rollout.rollout_index)
-
-        await (await self.producer.begin_group(2, group_id=group.id)).run(play)
+        begun = await self.producer.begin_group(2, group_id=group.id)
+        await begun.run(lambda rollout: self._played(group, rollout))
 
     async def do_groups(self) -> None:
         """Somebody waits for groups and is cancelled."""
         task = asyncio.create_task(self._iterate())
         draw = self.world.plan.choose(
-            f"{self.prefix}/cancelled", lambda source: source.randrange(1, 100) * 1e-4
+            f"{self.prefix}/cancelled",
+            lambda source: source.choice((1e-4, 2e-4, 4e-4, 6e-4, 1e-3, 0.01, 1.0)),
         )
         await asyncio.wait({task}, timeout=draw or 3e-4)
         task.cancel()

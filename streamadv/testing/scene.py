@@ -32,8 +32,6 @@ class Life:
     name: str
     process: Process
     opened: float
-    asked: float = 0.0
-    """When the operation began that it carries out."""
     closed: float | None = None
     """When it began to leave."""
     left: float | None = None
@@ -82,6 +80,8 @@ class Scene:
     """The plan of one schedule, drawn under labels that begin with "scene/"."""
 
     producers: list[dict[str, Any]]
+    trainer_late_s: float
+    """When the first job starts: until then nothing paces the producers."""
     ranks: int
     batch_groups: int
     max_staleness: int | None
@@ -104,7 +104,7 @@ def draw_scene(world: World) -> Scene:
         return plain if chosen is None else chosen
 
     producers = []
-    for number in range(2):
+    for number in range(3):
         kind = pick(f"p{number}", "blocking" if not number else "none", "blocking", "named", "asyncio")
         if kind == "none":
             continue
@@ -113,13 +113,19 @@ def draw_scene(world: World) -> Scene:
             operation = world.plan.choose(f"scene/p{number}/{place}", _operation)
             if operation is not None:
                 operations.append((place, *operation))
+        hands = pick(f"p{number}/hands", 1, 1, 2, 3)
         lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 20.0)
         ends = pick(f"p{number}/ends", "finish", "finish", "close")
-        producers.append({"kind": kind, "operations": operations, "lingers": lingers, "ends": ends})
+        plays = pick(f"p{number}/plays", 0.0, 0.2, 3.0, 6.0)
+        producers.append(
+            {"kind": kind, "hands": [operations[hand::hands] for hand in range(hands)]}
+            | {"plays": plays, "lingers": lingers, "ends": ends}
+        )
     if all(producer["ends"] != "finish" for producer in producers):
         producers[0]["ends"] = "finish"
     return Scene(
         producers,
+        trainer_late_s=pick("trainer_late_s", 0.0, 0.0, 4.0),
         ranks=pick("ranks", 1, 1, 2),
         batch_groups=pick("batch_groups", 2, 1),
         max_staleness=pick("max_staleness", -1, 1, 1, 2),
@@ -135,6 +141,6 @@ def draw_scene(world: World) -> Scene:
 
 
 def _operation(source: random.Random) -> list[Any] | None:
-    if source.random() < 0.35:
+    if source.random() < 0.5:
         return None
     return [source.choice(OPERATIONS), source.choice((0.0, 0.0, 0.0, 0.1, 1.0, 4.0))]

@@ -11,8 +11,8 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 #: Seconds that one step takes.
 STEP_S: Final = 1e-5
@@ -43,6 +43,9 @@ class Process:
         self.ended = math.inf
         """When it was killed."""
         self.paused_until = 0.0
+        self.moments = 0  # see `World.moment`
+        self.due: Sequence[Any] = ()
+        """What is to befall its next request."""
         self.asked = 0.0
         """When it sent its last request."""
         self.disturbances: list[tuple[float, float]] = []

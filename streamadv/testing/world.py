@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
 from .. import clock, doors
+from ..store.clients import SOCKET_TIMEOUT
 from . import wire
 from .async_wire import AsyncConnection, Loop
 from .plan import Choices, Plan
@@ -43,6 +44,15 @@ KINDS: Final = (
 )
 #: Seconds in which a client notices that a reply does not come, and tries again.
 TIMEOUT_S: Final = 15.0
+#: Seconds in which it tries again when it has been told, or was late itself.
+AGAIN_S: Final = 3.0
+#: Kinds that most schedules have alone, so that what follows from few faults is not drowned by the others.
+MODES: Final = (
+    ("crash", "refuse", "forget", "jump", "slow"),
+    ("slow", "late", "cut", "lost"),
+    ("crash", "kill", "die", "pause"),
+    KINDS,
+)
 _SECONDS: Final = (0.002, 0.01, 0.05, 0.2, 0.6, 1.5, 4.0, 12.0)
 
 
@@ -80,8 +90,11 @@ class World(wire.Network):
         self._trace = hashlib.blake2b(digest_size=8)
         self._waiting: dict[bytes, list[Callable[[], object]]] = {}
         self._names = random.Random(0)
-        draw = self.plan._random
-        self._rates = _rates(draw, faults) if self.plan.is_drawn else {}
+        source = self.plan._random
+        mode = source.choice(MODES)
+        self._rates = _rates(source, [kind for kind in faults if kind in mode])
+        self._moments = [kind for kind in faults if kind in mode and kind in ("crash", "kill", "cut")]
+        self._moment_rate = source.choice((0.0, 0.03, 0.1, 0.2)) if self._moments else 0.0
 
     @property
     def choices(self) -> Choices:
@@ -178,13 +191,37 @@ class World(wire.Network):
         self._note(f"{self.time:.5f} {label} {_shown(commands)}")
         if self.is_calm:
             return ()
-        chosen: Sequence[Any] = self.plan.choose(label, self._draw) or ()
+        chosen, process.due = process.due, ()
+        chosen = chosen or self.plan.choose(label, self._draw) or ()
         if chosen:
             seconds = chosen[1] if chosen[0] in ("slow", "late", "pause") else 0.0
-            until = self.time + seconds + TIMEOUT_S
+            times_out = chosen[0] in ("slow", "late") and seconds >= SOCKET_TIMEOUT
+            until = self.time + seconds + (TIMEOUT_S if times_out else AGAIN_S)
             process.disturbances.append((self.time, until))
             process.disturbed_until = max(process.disturbed_until, until)
         return chosen
+
+    def moment(self) -> None:
+        """The process that has its turn has done something: it may be killed or cut off soon, or the server dies."""
+        process = self.process
+        process.moments += 1
+
+        def draw(source: random.Random) -> Any:
+            if source.random() >= self._moment_rate:
+                return None
+            return [source.choice((0.0, 0.1, 0.5, 1.5)), *_drawn(source.choice(self._moments), source)]
+
+        if self.is_calm or not (chosen := self.plan.choose(f"{process.name}!{process.moments}", draw)):
+            return
+        seconds, *fault = chosen
+
+        def befall() -> None:
+            if fault[0] == "cut":
+                process.due = fault
+            elif not (process.dead or self.is_calm):
+                self.befall(process, fault, after=fault[0] == "crash")
+
+        self.at(self.time + seconds, befall)
 
     def _draw(self, source: random.Random) -> Any:
         at = source.random()
