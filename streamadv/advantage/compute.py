@@ -1,4 +1,4 @@
-"""The chain over one work item: pure functions from what was fetched to what will be published.
+"""The chain over one work item: pure functions from fetched columns to results.
 
 The same item gives the same bits on any worker.
 """

@@ -1,4 +1,4 @@
-"""Results of work items: the entries of the results log, checked, and each trajectory's part of them."""
+"""Results of work items: reads and checks entries of the results log, and finds each trajectory's part of them."""
 
 from __future__ import annotations
 

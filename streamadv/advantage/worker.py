@@ -1,7 +1,7 @@
 """The advantage stage: reads work items of named batches, computes the chain, publishes the results.
 
-Results are pure functions of the work item: a worker that was too slow finds its entry finished by another one and
-drops what it has.
+Results are pure functions of the work item: a worker that was too slow finds its entry finished by another worker and
+drops its own results.
 """
 
 from __future__ import annotations

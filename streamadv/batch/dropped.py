@@ -1,4 +1,4 @@
-"""What rank 0 dropped while it named batches: figures for the trainer, lines of the log."""
+"""The groups that rank 0 dropped while it named batches: figures for the trainer, lines of the log."""
 
 from __future__ import annotations
 

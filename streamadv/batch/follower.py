@@ -1,7 +1,7 @@
 """The trainer session of a rank above 0: it reads what rank 0 has written.
 
-It writes only what it cannot read of a batch. A server that restarts and has lost nothing needs no rank 0: that one may
-be waiting for this rank.
+The only thing it writes is what it cannot read of a batch. After a server restarts without losing anything, it does
+not wait for rank 0, because rank 0 may be waiting for this rank.
 """
 
 from __future__ import annotations

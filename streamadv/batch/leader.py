@@ -1,7 +1,7 @@
 """Rank 0's trainer session: it alone names batches, publishes the version and commits.
 
-Batch k is named from version k - prefetch on and kept until it is committed. What the job has trained is in
-`progress.py`; how rank 0 gets its session, in `recovery.py`.
+Batch k may be named from version k - prefetch on, and is kept until it is committed. `progress.py` holds what the job
+has trained; `recovery.py` makes this session.
 """
 
 from __future__ import annotations

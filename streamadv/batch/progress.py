@@ -1,4 +1,4 @@
-"""What a rank knows of its training job, whatever the servers have lost."""
+"""What a rank knows of its training job, whatever the servers have lost: the only state that outlives a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work items: how a batch is cut into work for the advantage workers, and handed to them."""
+"""Work items: cuts a batch into work for the advantage workers, and hands it to them."""
 
 from __future__ import annotations
 

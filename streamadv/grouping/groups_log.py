@@ -1,7 +1,7 @@
 """The groups log of a shard: complete groups with their packets, until a trainer commits them.
 
-The grouper appends to it (`lua/lib/close.lua`), rank 0 of the trainer names batches from it, and whoever works on a
-batch reads its groups here again by their pointers.
+The grouper appends to it (`lua/lib/close.lua`). Rank 0 of the trainer names batches from it. Later stages read the
+groups of a batch here again, by their pointers.
 """
 
 from __future__ import annotations

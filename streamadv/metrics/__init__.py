@@ -1,8 +1,8 @@
-"""Metrics of a process: what the stages report here is served at `/metrics` for Prometheus.
+"""Metrics of a process: stages report here, and `/metrics` serves the numbers to Prometheus.
 
-In reading order: these functions, which stages call; `instruments` (the declarations, in sets by stage) over
-`collectors`; `endpoints` (how the numbers leave the process). Work items and batches are reported whole, as arrays. Any
-thread may call. torch is not imported.
+In reading order: the functions of this module, which stages call; `instruments` (the declarations, in sets by stage)
+over `collectors`; `endpoints` (the HTTP server). Stages report work items and batches whole, as arrays. Any thread
+may call. This room does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The instruments, each made once, in sets that stages export; and the values that their labels may take.
 
-Their texts are the reference, docs/reference/metrics.md. Labels take values from small fixed sets, never an id.
-Counters with labels are born at 0 when a stage begins, so that their first increase shows.
+Their texts are the reference, docs/reference/metrics.md. Labels take values from small fixed sets, never an id. A
+counter with labels starts at 0 when its stage begins, so its first increase shows.
 """
 
 from __future__ import annotations

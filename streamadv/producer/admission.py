@@ -1,6 +1,6 @@
-"""Admission: asking whether a group may be opened, waiting for it, and withdrawing what nobody waits for any more.
+"""Admission: asks whether a group may begin, waits for it, and withdraws groups whose callers no longer wait.
 
-The decision itself is made in Lua: `lua/lib/admit.lua`.
+The script decides: `lua/lib/admit.lua`.
 """
 
 from __future__ import annotations

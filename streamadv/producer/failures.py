@@ -1,4 +1,4 @@
-"""Why rollouts failed: described in one line, summed up in the log, raised where all fail alike."""
+"""Why rollouts failed: describes a failure in one line, sums failures up in the log, raises if all fail alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a producer consists of, without I/O; its heartbeat, its end."""
+"""The parts of a producer, without I/O; its heartbeat and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A producer's place in its run: the manifest they agree on, the list of producers, keys and byte budget."""
+"""A producer's place in its run: the manifest, the list of producers, its keys and its byte budget."""
 
 from __future__ import annotations
 

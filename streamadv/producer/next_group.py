@@ -1,4 +1,4 @@
-"""The next group of `Producer.groups`: its admission travels with the push that ends the group before."""
+"""Prefetch for `Producer.groups`: the push that completes one group also asks to begin the next."""
 
 from __future__ import annotations
 

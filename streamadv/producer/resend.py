@@ -1,4 +1,4 @@
-"""What a producer keeps for a while, to send it again to a server that comes back without its recent writes.
+"""Keeps what a producer sent recently, and sends it again to a server that comes back without its latest writes.
 
 See "Going back in time" in docs/concepts/guarantees.md.
 """

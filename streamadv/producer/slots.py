@@ -1,4 +1,4 @@
-"""The slots of a group as the process that has its tickets knows them, and the steps that end slots."""
+"""This process's view of a group's slots (free, started, handed out, ended), and the steps that end slots."""
 
 from __future__ import annotations
 

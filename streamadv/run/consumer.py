@@ -1,8 +1,9 @@
-"""The consumer loop every stage shares: read, take over what dead consumers left, wait while the server is away.
+"""The consumer loop of every stage: read entries, take over those of dead consumers, wait while the server is away.
 
-An entry is delivered to one consumer of the stage's group and stays pending until a hand-off script acks it.
-After a start or a lost connection a consumer first reads its own pending entries, because a reply that was lost on the
-wire is already among them. It takes over entries whose lease is over (`leases.py`) before it reads new ones.
+The server delivers an entry to one consumer of the stage's group; the entry stays pending until a hand-off script
+acknowledges it. After a start or a lost connection a consumer first reads its own pending entries, because they
+include any reply that was lost on the wire. Before it reads new entries, it takes over entries whose lease is over
+(`leases.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The counters of a ledger that a run has. Producers can write others into it, of any name: they are no counters.
+"""The names of the counters in a run's ledger. A producer can write other fields into it; they are not counters.
 
-Whoever reads a ledger goes by these names, so that what stands beside them costs little and shows nowhere by its name.
+Every reader of a ledger reads these names only, so foreign fields cost little and never show under their own name.
 """
 
 from __future__ import annotations

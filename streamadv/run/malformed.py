@@ -1,7 +1,7 @@
-"""Foreign data: items in a run's keys that none of its processes wrote.
+"""Foreign data: items in a run's keys that no process of the run has written.
 
-Whoever finds one removes it in one script, which counts it as `malformed` and lists it with the reason among the dead
-letters. It is no trajectory, so the other counters of the ledger do not change.
+A process that finds such an item removes it in one script, which counts it as `malformed` and lists it with the
+reason among the dead letters. The item is not a trajectory, so the other counters of the ledger do not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each rank of a training job says of itself with its heartbeats, in the session hash of the run."""
+"""The heartbeats of the ranks of a training job, in the session hash of the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Who is alive in a run, and in others; when something last moved, what open groups lack, how stale the next batch is.
+"""What is alive in a run, and in others; when something last moved, what open groups lack, how stale the next batch is.
 
-Plain commands: a user who may only look has no right to run scripts.
+It sends plain commands only: a user who may only look has no right to run scripts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a quiet run stores what its ledger says: for `status --check --deep`; and deleting a run."""
+"""For `status --check --deep`: whether a quiet run stores what its ledger says. Also deletes a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The facts of a run as metrics, read from the server at each scrape by the processes that export it.
+"""The status of a run as metrics, read from the server at each scrape by the processes that export it.
 
-All begin with `streamadv_run_`. Several exporters show the same numbers: take the greatest, not the sum.
+All names begin with `streamadv_run_`. Several exporters show the same numbers: take the maximum, not the sum.
 """
 
 from __future__ import annotations

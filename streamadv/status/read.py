@@ -1,6 +1,6 @@
-"""Reading the status of a run: each shard, what moves in the run, its trainer and its server; added up.
+"""Reads the status of a run: each shard, the run's activity, its trainer and its server; added up.
 
-Which shards refuse another group is computed outside the scripts that decide it (`lua/lib/admit.lua`).
+It computes which shards refuse another group outside the scripts that decide it (`lua/lib/admit.lua`).
 """
 
 from __future__ import annotations

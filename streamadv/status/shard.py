@@ -1,6 +1,6 @@
-"""One shard at one moment: its ledger and the lengths of its structures, read in one transaction; and contradictions.
+"""One shard at one moment: its ledger, the lengths of its structures, and contradictions between them.
 
-So `streamadv status --check` holds while workers run.
+One transaction reads all of them, so `streamadv status --check` holds while workers run.
 """
 
 from __future__ import annotations

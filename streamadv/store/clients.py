@@ -1,7 +1,7 @@
-"""How redis-py's clients are made: timeouts, retries and limits, for a server, a cluster, or behind Sentinels.
+"""Makes redis-py's clients, with timeouts, retries and limits: for a server, a cluster, or behind Sentinels.
 
-Every option is set, because redis-py's defaults change with its version (redis-py 8 retries every command 10 times and
-cuts reads off after 5 s).
+Every option is set, because redis-py's defaults change with its version (redis-py 8 retries every command 10 times
+and cuts reads off after 5 s).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Calls and their replies over connections of redis-py, without what redis-py records and looks up for each.
+"""Sends commands over redis-py's connections without redis-py's bookkeeping per command.
 
-That takes longer than packing and sending a small call.
+That bookkeeping costs more than packing and sending a small call.
 """
 
 from __future__ import annotations

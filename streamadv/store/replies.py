@@ -1,4 +1,4 @@
-"""Reading replies whose content anybody may have written."""
+"""Reads replies whose content is untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transient errors, such as those of a failover or a moving slot: which they are, and how long to wait for a retry."""
+"""Transient errors, such as those of a failover or a moving slot: which errors they are, and how long to wait."""
 
 from __future__ import annotations
 

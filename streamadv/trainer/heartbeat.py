@@ -1,4 +1,4 @@
-"""The heartbeat of one rank of a training job: a thread says that it is alive, however long a step takes."""
+"""The heartbeat of one rank of a training job: a thread sends it, however long a step takes."""
 
 from __future__ import annotations
 

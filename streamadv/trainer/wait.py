@@ -1,4 +1,4 @@
-"""Waiting for news: new results, or enough groups for another batch."""
+"""Waits for news: new results, or enough groups for another batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Packets: what one push call brings of one group, encoded for the server; and the columns that readers get back.
+"""A packet: the trajectories of one group that one push sends together, and how to read its columns.
 
-A packet's trajectories have the same columns, and all of them a reward or none. Its payload is one hash: a field for
-each column, the raw little-endian bytes of all members' rows end to end, and a `header`, JSON that only readers of
-whole trajectories parse. Rollouts that ended without a usable trajectory make a packet without a payload.
+A packet's trajectories have the same columns, and either all or none of them have a reward. Its payload is one hash:
+a field for each column, with the raw little-endian bytes of all members' rows end to end, and a `header`, JSON that
+only readers of whole trajectories parse. Rollouts that ended without a usable trajectory make a packet without a
+payload.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From trajectories to packets: which of them travel together, and the bytes that are sent."""
+"""Makes packets from trajectories: decides which trajectories share a packet, and encodes the bytes to send."""
 
 from __future__ import annotations
 

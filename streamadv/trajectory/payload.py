@@ -1,7 +1,7 @@
-"""The payload as readers of whole trajectories have it: scorers, `consume`, `batch.delivered`.
+"""Reads a payload as whole trajectories, for scorers, `consume` and `batch.delivered`.
 
-A packet's payload holds the columns of all its members end to end, and a header: JSON with what stands neither in the
-member table nor in a column. Readers of single columns leave the header alone.
+A packet's payload holds the columns of all its members end to end, and a header: JSON with the fields that are
+neither in the member table nor in a column. Readers of single columns skip the header.
 """
 
 from __future__ import annotations
