@@ -25,7 +25,7 @@ from ..trajectory.columns import Array
 from .prepare import PreparedItem, worker_chain
 from .results import counts_of
 
-#: Of a work item, looked at for the metrics.
+#: Tokens of a work item that are sampled for the metrics.
 SAMPLED_TOKENS: Final = 1 << 14
 
 

@@ -16,7 +16,7 @@ from .commit import is_oversize
 MAX_NAMES: Final = 256
 #: Seconds between two lines of the log while no batch can be named.
 LOG_INTERVAL_S: Final = 10.0
-#: What reasons mean, for the log.
+#: Texts of the reasons, for the log.
 MEANING: Final = {
     "rolled_back": ", played with versions that the loaded checkpoint has taken back",
     "stale": ", older than drop_after allows",

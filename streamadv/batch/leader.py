@@ -30,9 +30,9 @@ from .session import Session
 from .settings import NamingSettings
 from .work import apply
 
-#: Pages of the groups log looked at for one batch: bounds what one naming may drop.
+#: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
 SCAN_PAGES: Final = 8
-#: Seconds until candidates that are too few for a batch are judged again: what is not fit among them holds memory.
+#: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
 JUDGE_S: Final = 0.2
 
 

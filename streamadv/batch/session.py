@@ -106,7 +106,7 @@ class Session:
         return False
 
     def missing_fraction(self, max_groups: int | None = None) -> float:
-        """Fraction of the next batch still missing after one more group arrives; negative if it could be named now."""
+        """(groups needed - groups there - 1) / groups needed; negative if the next batch could be named now."""
         return 0.0
 
     def find(self, k: int) -> BatchRecord | None:

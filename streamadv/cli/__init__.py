@@ -34,7 +34,7 @@ COMMANDS: Final = (
 )  # fmt: skip
 #: Commands that move trajectories, and record traces if the environment asks for it.
 TRACED: Final = ("worker", "replay", "consume")
-#: How long commands that do one thing wait for a server that does not answer.
+#: Seconds that commands which do one thing wait for a server that does not answer.
 WAIT_S: Final = 10.0
 FAILED: Final = 1
 INTERRUPTED: Final = 130

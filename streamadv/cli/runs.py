@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     delete.set_defaults(run=delete_one)
 
 
-#: Of a column; a longer name moves the rest of its line.
+#: Width of a column at most; a longer name moves the rest of its line.
 MAX_WIDTH: Final = 40
 COLUMNS: Final = ("RUN", "CREATED (UTC)", "ACTIVE", "VERSION", "PUSHED", "TRAINED", "QUEUED", "IN FLIGHT")
 

@@ -30,7 +30,7 @@ ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 #: Characters of the head of a group: its numbers, and the data source.
 MAX_HEAD: Final = 100 + MAX_TEXT
-#: Of a group: see `log_group` in `lua/lib/close.lua`.
+#: Head of a logged group: see `log_group` in `lua/lib/close.lua`.
 _HEAD: Final = re.compile(5 * r"([0-9]{1,15}) " + r"([a-z_]+) (.*)", re.DOTALL)
 
 

@@ -36,7 +36,7 @@ REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Groups that ended short, of all that `ended`, and the usable trajectories dropped with them, of all pushed."""
+    """`groups` of `ended` groups ended short; they took `trajectories` of `usable` usable trajectories with them."""
 
     groups: int
     ended: int

@@ -95,8 +95,8 @@ class EndedGroup(NamedTuple):
 def groups_ended(groups: Sequence[EndedGroup]) -> None:
     """Groups ended. Many are counted together, which takes hardly longer than one: at the latest by the next scrape.
 
-    An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay. Those of evaluation
-    groups are not for training.
+    Groups dropped at naming (AT_NAMING) were counted already, so their source is not counted again. Nor are evaluation
+    groups, which are not for training.
     """
     with _ended_lock:
         _ended.extend(groups)

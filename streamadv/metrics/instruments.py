@@ -38,7 +38,7 @@ OUTCOMES: Final = (
 KEPT: Final = ("complete", "partial")
 #: How a group of role eval ends.
 EVALUATED: Final = "eval"
-#: What befalls a group later, when a batch is named: it was counted as kept before.
+#: Outcomes at the naming of a batch: the group was counted as kept before.
 AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
 #: Why a stage has to try again: see `store.retry.reason_of`.
 RETRY_REASONS: Final = (

@@ -23,7 +23,7 @@ from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage
 from .requests import STAGE
 
-#: Of one read. After it a listener that nobody waits for any more ends.
+#: Duration of one read. After it, a listener without waiting callers ends.
 BLOCK_MS: Final = 1000
 #: Seconds by which a refusal that came before an announcement has reached its wait.
 LATE_S: Final = 1.0
@@ -59,7 +59,7 @@ class _Stream:
             self.newest, self._since = entry, clock.now()
 
     def note_refusal(self, entry: Id) -> None:
-        """Note the entry that a refusal names. If it is older than what is long known, the server has lost that."""
+        """Note the entry that a refusal names. An older entry than ours means that the server lost the newer ones."""
         if entry < self.newest and clock.now() > self._since + LATE_S:
             self.newest = entry
         self.note(entry)

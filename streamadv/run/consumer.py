@@ -39,7 +39,7 @@ BLOCK_MS: Final = 1000
 SHARED_BLOCK_MS: Final = 50
 #: How often a consumer looks for new settings of the run.
 KEEP_UP_S: Final = 1.0
-#: A consumer without pending entries is forgotten after so long a silence.
+#: A consumer without pending entries is forgotten after this long a silence.
 RETIRE_AFTER_MS: Final = 3_600_000
 #: Pending entries looked at in one call.
 PENDING_PAGE: Final = 1000

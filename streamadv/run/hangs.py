@@ -100,9 +100,9 @@ class _Limit:
         return HungError(f"{self._what} did not return within {seconds:.1f} s: bound what it waits for")
 
 
-#: Of the call that the main thread is in.
+#: Limit of the call that the main thread is in.
 _current: _Limit | None = None
-#: Looks at it: one for the life of the process, because starting a thread takes longer than a small call.
+#: Thread that watches the limit: one for the life of the process, because starting one takes longer than a small call.
 _watcher: threading.Thread | None = None
 
 

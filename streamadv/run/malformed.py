@@ -30,7 +30,7 @@ REMOVALS: Final = {
 TABLES: Final = (b"table", b"tables")
 TABLE_BYTES: Final = 1 << 14  # longer ones are not read
 ANY_SIZE: Final = 1 << 62
-#: Of a removed item, so much is kept to look at.
+#: Characters of a removed item that are kept for operators.
 TEXT_CHARS: Final = 2000
 
 

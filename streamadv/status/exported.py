@@ -68,7 +68,7 @@ def _blocked(status: Status) -> dict[str, bool]:
     return {name: name in holding for name in REASONS}
 
 
-#: By name without prefix. `_total` at the end makes a counter.
+#: Facts by metric name without prefix. A name that ends with `_total` is a counter.
 FACTS: Final[dict[str, Fact]] = {
     "readable": Fact(
         "1 if the status of the run could be read within 3 s; while it is 0 nothing else of the run is there.",

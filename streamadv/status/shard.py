@@ -23,9 +23,9 @@ from .model import Ledger
 
 #: A group's owner as `apply_batch` writes it: batch id, trajectories of the group.
 OWNER: Final = re.compile(r"[0-9]+-[0-9a-f]{12} ([0-9]{1,5})")
-#: How often a shard is read again whose reading was not atomic, while its figures contradict each other.
+#: Times that a shard is read again if the read was not atomic and its figures contradict each other.
 READ_AGAIN: Final = 4
-#: No server holds so many bytes: somebody has written the number, and admission waits for it to fall.
+#: No server holds this many bytes: another program wrote the number, and admission waits for it to fall.
 MOST_BYTES: Final = 1 << 50
 #: Shards of one transaction, in which the server does nothing else.
 SHARDS_AT_ONCE: Final = 16

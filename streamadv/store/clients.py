@@ -39,7 +39,7 @@ SENT_AGAIN_ON: Final = (
 )
 #: Seconds before what was sent is sent again, at most.
 AGAIN_S: Final = 0.1
-#: Of one client; more callers wait their turn. `?max_connections=` in the URL changes it.
+#: Connections of one client; further callers wait. `?max_connections=` in the URL changes it.
 MAX_CONNECTIONS: Final = 32
 
 NOT_MASTER: Final = "{}:{} is no longer, or not yet, the master"

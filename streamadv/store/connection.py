@@ -33,7 +33,7 @@ from .waiting import Blocked, Wait
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
-#: What a server says that is not of the kind that its URL names -> what to write.
+#: Answer of a server of another kind than the URL names -> what to write.
 _OF_ANOTHER_KIND: Final = {
     "Cluster mode is not enabled": "this server is no cluster node: write",
     "unknown command 'SENTINEL'": "no Sentinel answers there: give their addresses (port 26379), or write",

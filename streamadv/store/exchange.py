@@ -17,7 +17,7 @@ import redis.exceptions
 from .resp import INCOMPLETE, Piece, gathered, make_reader
 from .retry import classified, closed_under_way
 
-#: What one call of sendmsg may bring.
+#: Most pieces in one call of sendmsg.
 MAX_PIECES: Final = 1024
 #: Bytes of one read.
 RECEIVED: Final = 64 << 10

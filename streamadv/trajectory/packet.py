@@ -22,7 +22,7 @@ from ..messages import brief
 from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values, count_ones
 from .members import Members, offsets
 
-#: Of one packet; a single larger trajectory is a packet of its own.
+#: Size limits of a packet; a single larger trajectory is a packet of its own.
 MAX_PACKET_MEMBERS: Final = 64
 MAX_PACKET_BYTES: Final = 256 << 10
 #: A column of this many bytes is not copied before it is sent.
