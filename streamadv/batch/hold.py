@@ -38,7 +38,7 @@ class Hold(NamedTuple):
     world_size: int  # of rank 0's job
 
 
-def founded(session: str) -> int:
+def founding_epoch(session: str) -> int:
     """The epoch in which a session began."""
     match = _SESSION.fullmatch(session)
     return int(match[1]) if match else 0
@@ -73,7 +73,7 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
         progress.epoch,
         progress.job,
         progress.session,
-        founded(progress.session) if progress.session else "",
+        founding_epoch(progress.session) if progress.session else "",
         doors.random_bytes(6).hex(),
         "" if begins else progress.branch,
         "" if progress.began is None else progress.began,

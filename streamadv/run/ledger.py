@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..metrics.instruments import KEPT, OUTCOMES
-from ..store.replies import as_whole
+from ..store.replies import as_int
 
 #: Counters that add up to `queued`: with a scorer, in the rollouts stream, in an open group, in the groups log.
 QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
@@ -45,6 +45,6 @@ def known_counters(stored: Mapping[str, Any]) -> Counter[str]:
             if kind == name or kind not in _REASONS:
                 continue
             name = f"{kind}:other"
-        if (count := as_whole(value)) is not None:
+        if (count := as_int(value)) is not None:
             counters[name] += count
     return counters

@@ -16,7 +16,7 @@ from ..run import Run
 from ..run.consumer import ADVANTAGE, GROUPER
 from ..run.ledger import COUNTERS, known_counters
 from ..store.keys import ShardKeys
-from ..store.replies import as_mapping, as_texts, as_whole, or_nothing
+from ..store.replies import as_int, as_mapping, as_texts, or_nothing
 from ..trajectory.packet import MAX_PACKET_MEMBERS
 from . import sizes
 from .model import Ledger
@@ -149,7 +149,7 @@ def _state(run: Run, streams: dict[str, StreamName], reply: Iterator[Any], now_m
     )
     return ShardState(
         counters=known_counters(ledger),
-        broken=[name for name in COUNTERS if as_whole(ledger.get(name, b"0")) is None],
+        broken=[name for name in COUNTERS if as_int(ledger.get(name, b"0")) is None],
         trainer=trainer,
         groups_open=next(reply),
         groups_logged=next(reply),
