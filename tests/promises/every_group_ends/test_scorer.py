@@ -194,7 +194,9 @@ def test_a_trajectory_without_a_score_is_unscorable_alone(
     assert {getattr(each, "reason", "") for each in records} == {"exception", "value"}
     said = [each.getMessage() for each in records]
     assert all(text.startswith("scorer s: ") for text in said)
-    assert any(re.search(r"(Error|Exit): .*\(test_scorer\.py:\d+\)$", text) for text in said)  # the line that raised
+    assert any(
+        re.search(r"(Error|Exit): .*\(test_scorer\.py:\d+\)$", text) for text in said
+    )  # the line that raised
 
 
 WRONG: dict[str, Any] = {
