@@ -1,4 +1,4 @@
-"""Calling the user's scoring function, and checking its answer: one score for each trajectory it was asked for."""
+"""Calls the user's scoring function and checks its answer: one score for each trajectory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Records as users push them, read by hand: pydantic takes several times as long.
+"""Reads records of a push by hand, because pydantic takes several times as long.
 
-What is out of the ordinary, and everything wrong, is left to the full check, which alone words the errors.
+It leaves unusual records, and every wrong one, to the full check, which alone words the errors.
 """
 
 from __future__ import annotations

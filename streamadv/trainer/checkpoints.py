@@ -1,7 +1,7 @@
 """Checkpoints: a folder for each version, with the queue's state in a file beside what the training loop saves there.
 
-`folder/<version>` is there whole or not at all. What is not whole, or not needed any more, has a hidden name, by which
-the next checkpoint removes it, whatever has killed the process before.
+`folder/<version>` is whole, or it is not there. A folder that is incomplete or no longer needed has a hidden name.
+The next checkpoint removes such folders, whatever killed the process before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's packed share, cut into its micro-batches."""
+"""Cuts a rank's packed share into its micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's share trajectory by trajectory: for whoever writes them to a file, not for a training loop."""
+"""A rank's share as single trajectories, for code that writes them to a file; a training loop needs none of it."""
 
 from __future__ import annotations
 

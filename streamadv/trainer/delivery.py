@@ -1,4 +1,4 @@
-"""From a computed batch to what one rank trains on, in five steps: plan, fetch, pack, late, cut."""
+"""From a computed batch to one rank's share, in five steps: plan, fetch, pack, late, cut."""
 
 from __future__ import annotations
 

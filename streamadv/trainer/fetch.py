@@ -1,7 +1,7 @@
 """Payloads of one rank's trajectories: fetched when they are due, or read ahead.
 
-A thread reads the payloads of the next batch ahead while the trainer works on the one before. They are neither
-delivered nor counted: if the batch comes out differently (a group died, the server was another one), its payloads are
+A thread reads the payloads of the next batch ahead while the trainer works on the current one. They are neither
+delivered nor counted. If the batch comes out differently (a group died, a server was replaced), its payloads are
 fetched when they are due. So are payloads that the thread could not read: `fetch` then meets the error itself.
 """
 

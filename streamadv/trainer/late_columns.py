@@ -1,4 +1,4 @@
-"""Late columns: those that a user's function makes with the weights being trained, instead of a producer."""
+"""Late columns: a user's function makes them with the weights being trained, instead of a producer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training loop gets: a batch of micro-batches, packed or padded."""
+"""What a training loop receives: a batch of micro-batches, packed or padded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The trainer queue: what a training job iterates over, and what tells the pipeline what was trained.
+"""The trainer queue: a training job iterates over it, and tells the pipeline through it what was trained.
 
-It is a log read by rank, not a work queue: rank 0 names batches, every rank reads the same record and takes its
-part of the same plan. The trainer's checkpoint decides what was trained: `checkpoint` saves its state with the
+It is a log read by rank, not a work queue: rank 0 names batches, every rank reads the same record and takes its part
+of the same plan. The trainer's checkpoint decides what was trained: `checkpoint` saves the queue's state with the
 weights and commits, `resume` goes on from there.
 """
 

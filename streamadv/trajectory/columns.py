@@ -1,7 +1,7 @@
-"""Columns: the names the library interprets with their dtypes, and the checks of arrays.
+"""Columns: the names and dtypes that the library interprets, and the checks of arrays.
 
-A column belongs to a row and holds one value per token: position t describes token t itself (no shift by one). Only an
-extra column may state otherwise. Arrays are numpy: torch appears only in rooms that compute.
+A column belongs to a row and holds one value per token: position t describes token t itself (no shift by one). Only
+an extra column may state otherwise. Arrays are numpy: torch appears only in rooms that compute.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Names of columns that a caller surely or probably meant otherwise: other frameworks' names, and typing errors.
+"""Finds column names that the caller probably meant otherwise: names of other frameworks, and typing errors.
 
-An extra column may have any name, so a misspelt one would travel to the trainer unnoticed, and fail there.
+An extra column may have any name, so a misspelt name would travel to the trainer unnoticed and fail there.
 """
 
 from __future__ import annotations

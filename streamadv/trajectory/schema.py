@@ -1,8 +1,8 @@
 """The data model: trajectory, row and step, and the JSON form of an interchange file.
 
 This is the public boundary: pydantic validates every field. Behind it trajectories travel in packets
-(`packet_encoding.py`), columns as raw bytes and the rest as a table (`members.py`). What a producer's group is pushed,
-`producer/records.py` reads as this model does, and quicker.
+(`packet_encoding.py`): columns as raw bytes, the other fields as a table (`members.py`). For records of a producer's
+group, `producer/records.py` does the same checks faster.
 """
 
 from __future__ import annotations
