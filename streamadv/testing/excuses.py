@@ -88,7 +88,8 @@ def must_train(pipeline: Pipeline) -> list[Place]:
     """Places of groups whose members were all acknowledged, and that nothing but training may end."""
     if pipeline.scene.redundancy:  # another member of the group may stand for each of them
         return []
-    return [place for group in whole_groups(pipeline) for place in group.places]
+    groups = [group for group in whole_groups(pipeline) if not may_be_dropped(pipeline, group)]
+    return [place for group in groups for place in group.places]
 
 
 def whole_groups(pipeline: Pipeline) -> list[Group]:

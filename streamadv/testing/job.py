@@ -201,11 +201,11 @@ class Job:
 
         have_left: whether all producers had left before this rank asked. Rank 0 decides: if not, more may come.
         """
+        if not rank:
+            self._check_end()
         brought = self._meet(rank, ("end", have_left))
         if any(each[0] != "end" for each in brought):
             raise TimeoutError("ranks do different things")
-        if not rank:
-            self._check_end()
         is_over: bool = brought[0][1]
         if not is_over:
             self.pipeline.world.sleep(2.0)

@@ -22,6 +22,7 @@ from ..grouping import housekeeping
 from ..grouping.scorer import Scorer
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
+from ..producer.replies import LOST_GROUPS_FIRST
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import RunSettings
@@ -332,11 +333,13 @@ class Pipeline:
     def _left(self, number: int, life: Life, producer: Producer) -> None:
         world = self.world
         life.left = world.time
-        life.is_unheard = producer._logic._unheard is not None
+        unheard = producer._logic._unheard
+        life.is_unheard = unheard is not None
         tried = life.left - (life.closed or life.left)
-        if life.is_unheard and (
-            tried < LEAVE_S - 1.0 or is_quiet(world, life.process, life.left - LEAVE_S, life.left)
-        ):
+        was_quiet = unheard is not LOST_GROUPS_FIRST and is_quiet(
+            world, life.process, life.left - LEAVE_S, life.left
+        )
+        if life.is_unheard and (tried < LEAVE_S - 1.0 or was_quiet):
             self.violate(f"P2: producer {life.name} has left unheard after {tried:.1f} s")
         self.done.add(number)
 
