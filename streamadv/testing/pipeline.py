@@ -234,7 +234,11 @@ class Pipeline:
 
     def _finish_for_the_lost(self) -> None:
         """An operator ends a run whose producers have left unheard, or said so to a server that has lost it since."""
-        finished = [life for life in self.lives if life.finished is not None and life.closed is not None]
+        finished = [
+            life
+            for life in self.lives
+            if life.finished is not None and life.closed is not None and life is self._last_of(life.name)
+        ]
         if (
             not self.ended
             and len(self.done) == len(self.scene.producers)
