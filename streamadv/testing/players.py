@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import Busy, GroupEndedError, RunEndedError, StreamadvError, TrajectoryError
 from ..trajectory.schema import Trajectory, parse_trajectory
@@ -13,6 +13,10 @@ from .scene import SLOW_S, Group, Life
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
+
+
+#: Of one operation that nobody paces.
+MOST_GROUPS: Final = 8
 
 
 class _Play:
@@ -239,9 +243,13 @@ class Asyncio(_Play):
     do_cancel = do_groups
 
     async def _iterate(self) -> None:
+        left = MOST_GROUPS
         async for begun in self.producer.groups(2):
             group = self.pipeline.plan_group(begun.group_id, whole=False)
             await self._push_all(group, begun)
+            left -= 1
+            if not left:  # nothing but the cancellation ends an unpaced loop
+                return
 
     async def do_fail(self) -> None:
         group = self.pipeline.plan_group(self.prefix, whole=False)
