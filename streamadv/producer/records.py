@@ -152,7 +152,7 @@ def _rows(record: Mapping[str, Any]) -> list[CheckedRow]:
         reward = data.get("reward")
         row = _row(data, *_columns_of(tuple(data), _ROW_FIELDS))
         rows.append(row if reward is None else row._replace(reward=_number(reward)))
-    if len({(*row.columns, *row.extras) for row in rows}) > 1:
+    if len({frozenset((*row.columns, *row.extras)) for row in rows}) > 1:
         raise _Unclear
     return rows
 
