@@ -28,6 +28,8 @@ RESEND_WINDOW_S: Final = 5.0
 #: Bounds of the window: bytes of payloads, and number of calls.
 MAX_RESEND_BYTES: Final = 256 << 20
 MAX_RESEND_COUNT: Final = 1 << 16
+#: What `score` says of a group that is not there.
+UNKNOWN: Final = "unknown"
 
 
 @dataclass(slots=True)
@@ -122,7 +124,6 @@ class ResendWindow:
         for sent in in_doubt:
             try:
                 result = yield from sent.send(*sent.what)
-                lost += result.count("pushed")
             except Busy:
                 refused[sent.shard] += 1
                 continue
@@ -132,6 +133,11 @@ class ResendWindow:
                 logger.warning(
                     "not sent again: %s", error, extra=log_fields("resend_failed", role="producer")
                 )
+            else:
+                if refused[sent.shard] and not set(result.codes) - {UNKNOWN}:
+                    refused[sent.shard] += 1  # its group may be among those that were refused
+                    continue
+                lost += result.count("pushed")
             # Kept as if sent now: this server may be replaced as well.
             sent.server_id, sent.when = servers[sent.shard], clock.now()
         if in_doubt:
