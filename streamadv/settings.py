@@ -23,7 +23,7 @@ from .store.keys import check_run_name
 from .store.urls import hide_password
 
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
-#: Of the users that `config acl` makes, see `credentials.secret_from`.
+#: Passwords of the users that `config acl` makes, see `credentials.secret_from`.
 SECRETS: Final = ("PRODUCER_PASSWORD", "PIPELINE_PASSWORD", "OBSERVER_PASSWORD")
 
 #: The run of a process that is given none.

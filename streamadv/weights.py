@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
+
 from . import extras
 from .errors import SettingError, WeightsMissingError
 from .messages import brief, log_fields, one_line
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 KEEP: Final = 8
 
 _NAME: Final = re.compile(r"weights-(\d{6,15})\.safetensors")
+_UNFINISHED: Final = re.compile(r"\.weights-(\d{6,15})\.safetensors\.\d+")
 _VERSION: Final = re.compile("[0-9]{1,15}")
 #: The last version that this process has published, by folder.
 _last: dict[Path, int] = {}
@@ -97,6 +100,9 @@ def publish(
         elif other > version - keep or (keep_every and other % keep_every == 0):
             continue
         path_of(folder, other).unlink(missing_ok=True)
+    for left in folder.glob(".weights-*"):  # by processes that were killed
+        if (match := _UNFINISHED.fullmatch(left.name)) and int(match[1]) <= version - keep:
+            left.unlink(missing_ok=True)
     if taken_back:
         text = "%s: version %d is published, so versions %d to %d that lay there are taken back"
         logger.info(
@@ -190,7 +196,9 @@ def path_of(folder: str | Path, version: int) -> Path:
 def save(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> None:
     """Write torch tensors or numpy arrays into a safetensors file."""
     if any(type(tensor).__module__.partition(".")[0] == "numpy" for tensor in tensors.values()):
-        _safetensors("safetensors.numpy").save_file(dict(tensors), path, metadata)
+        # safetensors writes the memory of an array, whatever its strides.
+        arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+        _safetensors("safetensors.numpy").save_file(arrays, path, metadata)
         return
     _safetensors("safetensors.torch").save_file(_apart(tensors), path, metadata)
 

@@ -1,8 +1,8 @@
 """Advantage workers: they compute work items of named batches and publish the results.
 
-Read `worker.py` first, then the way of one work item: `prepare.py` (its entry and columns are read), `compute.py` (the
-chain runs), `poison.py` (groups that break it become dead letters), `publish.py` (the results are handed off).
-`results.py` is how the trainer reads them.
+Read `worker.py` first, then follow one work item: `prepare.py` (reads its entry and columns), `compute.py` (runs the
+chain), `poison.py` (makes dead letters of groups that break the chain), `publish.py` (hands off the results). The
+trainer reads them with `results.py`.
 """
 
 from .. import extras

@@ -1,4 +1,4 @@
-"""The chain over one work item: pure functions from what was fetched to what will be published.
+"""The chain over one work item: pure functions from fetched columns to results.
 
 The same item gives the same bits on any worker.
 """
@@ -25,7 +25,7 @@ from ..trajectory.columns import Array
 from .prepare import PreparedItem, worker_chain
 from .results import counts_of
 
-#: Of a work item, looked at for the metrics.
+#: Tokens of a work item that are sampled for the metrics.
 SAMPLED_TOKENS: Final = 1 << 14
 
 

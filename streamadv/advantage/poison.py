@@ -1,9 +1,9 @@
-"""Poison: groups whose data break the computation are found by computing every group alone.
+"""Poison: finds groups whose data break the computation, by computing every group alone.
 
-One bad group must neither stop the stage nor take its batch-mates with it. A work item that failed, or that a worker
-before did not survive, is computed group by group. The computation is deterministic: an exception, or not returning
-in time, is final at once. Only a crash of the process needs several tries, since the group may not be at fault: each
-is counted on the server before it is made. The results report groups that fail as dead, without numbers.
+One bad group must neither stop the stage nor take the other groups of its batch with it. A work item that failed, or
+that ended the process of an earlier worker, is computed group by group. The computation is deterministic, so an
+exception or a timeout is final at once. Only a crash of the process needs several tries, since the group may not be
+at fault; the server counts each try before it is made. The results report failing groups as dead, without numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From an entry of the work stream to everything that its computation needs."""
+"""Reads an entry of the work stream and fetches everything that its computation needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's hand-off: results of one work item, written to the results log in one script."""
+"""A worker's hand-off: one script writes the results of one work item into the results log."""
 
 from __future__ import annotations
 

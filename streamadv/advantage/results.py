@@ -1,4 +1,4 @@
-"""Results of work items: the entries of the results log, checked, and each trajectory's part of them."""
+"""Results of work items: reads and checks entries of the results log, and finds each trajectory's part of them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _bounds_of(members: Members) -> dict[str, Positions]:
 
 
 def _level_of(result: str, level: Level) -> str:
-    """Of what a result of this name has one number each. level: that of advantages and returns."""
+    """Granularity of a result: trajectory, row, step or token. level: that of advantages and returns."""
     return {"rewards": "trajectory", "step_rewards": "step"}.get(result, level)
 
 

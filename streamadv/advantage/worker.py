@@ -1,7 +1,7 @@
 """The advantage stage: reads work items of named batches, computes the chain, publishes the results.
 
-Results are pure functions of the work item: a worker that was too slow finds its entry finished by another one and
-drops what it has.
+Results are pure functions of the work item: a worker that was too slow finds its entry finished by another worker and
+drops its own results.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ LEASE_S: Final = 15.0
 SHUTDOWN_S: Final = 8.0
 #: Seconds after which a step of the shutdown logs what it waits for.
 REPORT_AFTER_S: Final = 2.0
-#: Seconds between two looks at whether to stop.
+#: Seconds between two checks whether to stop.
 POLL_S: Final = 0.2
 UNKNOWN_CHAIN: Final = "waiting for a worker that knows the chain of a batch"
 FAILING_CHAIN: Final = "waiting for a chain that does not fail"
-#: Of a chain's error, characters that the run keeps.
+#: Characters of a chain's error that the run keeps.
 ERROR_CHARS: Final = 400
 #: Work items read ahead of the one being computed, and results waiting to be published.
 PREFETCH: Final = 2

@@ -73,7 +73,8 @@ class Flags:
         if tensor.dtype != torch.bool:
             values = tensor if tensor.is_floating_point() else tensor.to(torch.int64)
             tensor = values.to(torch.bool)
-            call.bad_masks.append((name, (values - tensor.to(values.dtype)).abs().sum()))
+            # x - x * x is 0 for 0 and 1 alone, and needs no copy of the flags as numbers.
+            call.bad_masks.append((name, torch.addcmul(values, values, values, value=-1).abs_().sum()))
         if self.counts:
             call.masks.append((name, tensor))
         return tensor

@@ -15,7 +15,6 @@ from ..extras import torch
 from . import kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
-from .segments import segment_sum
 from .trainable import Trainable
 
 if TYPE_CHECKING:
@@ -54,12 +53,10 @@ def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
 
 def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """[B] float64: row sums of padded `rewards` [B, T] over all tokens; NaN is none where `mask` [B, T] is 0."""
-    rows, width = rewards.shape
-    offsets = torch.arange(rows + 1, device=rewards.device) * width
-    sums = segment_sum(rewards.reshape(-1), offsets)
+    sums = rewards.sum(1, dtype=torch.float64)
     if not sums.isnan().any():
         return sums
-    return segment_sum(torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).reshape(-1), offsets)
+    return torch.where((mask != 0) | ~rewards.isnan(), rewards, 0.0).sum(1, dtype=torch.float64)
 
 
 def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What one batch hands on to the next: running moments of rewards and the adaptive KL coefficient.
 
-Both are decided by rank 0 and stamped into the batch's record, so that a batch computed twice, or delivered
-again after a restart, sees the same numbers and counts once.
+Rank 0 decides both and writes them into the batch's record. So a batch that is computed twice, or delivered again
+after a restart, sees the same numbers and counts once.
 """
 
 from __future__ import annotations

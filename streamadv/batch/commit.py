@@ -1,6 +1,6 @@
-"""A batch is committed: its groups count as trained, and what is stored of them is deleted.
+"""Commits a batch: counts its groups as trained and deletes what is stored of them.
 
-Repeating it changes nothing: only the call that deletes the entry of the groups log counts its group.
+Repeating a commit changes nothing: only the call that deletes the entry of the groups log counts its group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rank 0 dropped while it named batches: figures for the trainer, lines of the log."""
+"""The groups that rank 0 dropped while it named batches: figures for the trainer, lines of the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .commit import is_oversize
 MAX_NAMES: Final = 256
 #: Seconds between two lines of the log while no batch can be named.
 LOG_INTERVAL_S: Final = 10.0
-#: What reasons mean, for the log.
+#: Texts of the reasons, for the log.
 MEANING: Final = {
     "rolled_back": ", played with versions that the loaded checkpoint has taken back",
     "stale": ", older than drop_after allows",

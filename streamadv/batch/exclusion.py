@@ -1,7 +1,7 @@
-"""How a group is kept out of training: dropped when a batch is named, or excluded from a named batch.
+"""Keeps a group out of training: drops it when a batch is named, or excludes it from a named batch.
 
-From a named batch a group is excluded as a dead letter, a single trajectory is left out. Repeating any of this changes
-nothing: only the call that deletes the entry of the groups log counts its group.
+A group excluded from a named batch becomes a dead letter; a single trajectory is left out. Repeating any of this
+changes nothing: only the call that deletes the entry of the groups log counts its group.
 """
 
 from __future__ import annotations

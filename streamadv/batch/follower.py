@@ -1,7 +1,7 @@
 """The trainer session of a rank above 0: it reads what rank 0 has written.
 
-It writes only what it cannot read of a batch. A server that restarts and has lost nothing needs no rank 0: that one may
-be waiting for this rank.
+The only thing it writes is what it cannot read of a batch. After a server restarts without losing anything, it does
+not wait for rank 0, because rank 0 may be waiting for this rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import BatchLostError, SettingError
 from ..run import Run
 from ..run.run import fenced
 from ..store.reasons import Reason
-from .hold import Hold, NotHeldError, as_hold, ask_hold, founded, read_hold
+from .hold import Hold, NotHeldError, as_hold, ask_hold, founding_epoch, read_hold
 from .progress import Progress
 from .record import BatchRecord, find_record
 from .session import Session
@@ -58,13 +58,13 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
     if session and hold.session == session:
         if hold.epoch < progress.epoch:
             raise NotHeldError("the server has lost recent writes: waiting for rank 0 to repeat them")
-    elif session and founded(hold.session) < founded(session):
+    elif session and founding_epoch(hold.session) < founding_epoch(session):
         raise NotHeldError(f"the server has lost what job {progress.job} has written: waiting for its rank 0")
     elif session and (hold.job != progress.job or progress.has_delivered):
         raise fenced(run.name)
     elif not hold.session:
         raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {job_key}")
-    elif job_key.epoch is not None and founded(hold.session) > job_key.epoch:
+    elif job_key.epoch is not None and founding_epoch(hold.session) > job_key.epoch:
         raise fenced(run.name)
     elif job_key.epoch is not None and hold.epoch < job_key.epoch:
         raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {job_key}")

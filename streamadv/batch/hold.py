@@ -1,7 +1,7 @@
-"""Who has a run: what rank 0 of a training job writes into the session hash when it takes the run, and the others read.
+"""Which job owns a run: rank 0 writes it into the session hash when it takes the run, and the other ranks read it.
 
-Ranks agree on nothing among themselves: each finds its job's session by the job's id and then keeps to that session.
-Of two sessions the one founded under the later fencing epoch has the run.
+Ranks do not agree with each other: each finds its job's session by the job's id and then keeps to that session. If
+two sessions claim the run, the one founded under the higher fencing epoch wins.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hold(NamedTuple):
     world_size: int  # of rank 0's job
 
 
-def founded(session: str) -> int:
+def founding_epoch(session: str) -> int:
     """The epoch in which a session began."""
     match = _SESSION.fullmatch(session)
     return int(match[1]) if match else 0
@@ -73,7 +73,7 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
         progress.epoch,
         progress.job,
         progress.session,
-        founded(progress.session) if progress.session else "",
+        founding_epoch(progress.session) if progress.session else "",
         doors.random_bytes(6).hex(),
         "" if begins else progress.branch,
         "" if progress.began is None else progress.began,

@@ -1,7 +1,7 @@
 """The id of a training job: every rank finds it by itself, before it reads anything of the run.
 
-All ranks of one start of a job have the same id, and no other start has it. So a rank above 0 can tell its own rank 0's
-session from an older job's, whichever was written first.
+All ranks of one start of a job have the same id, and no other start has it. So a rank above 0 can tell its own rank
+0's session from an older job's, whichever was written first.
 """
 
 from __future__ import annotations

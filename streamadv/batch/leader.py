@@ -1,7 +1,7 @@
 """Rank 0's trainer session: it alone names batches, publishes the version and commits.
 
-Batch k is named from version k - prefetch on and kept until it is committed. What the job has trained is in
-`progress.py`; how rank 0 gets its session, in `recovery.py`.
+Batch k may be named from version k - prefetch on, and is kept until it is committed. `progress.py` holds what the job
+has trained; `recovery.py` makes this session.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .session import Session
 from .settings import NamingSettings
 from .work import apply
 
-#: Pages of the groups log looked at for one batch: bounds what one naming may drop.
+#: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
 SCAN_PAGES: Final = 8
-#: Seconds until candidates that are too few for a batch are judged again: what is not fit among them holds memory.
+#: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
 JUDGE_S: Final = 0.2
 
 

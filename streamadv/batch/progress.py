@@ -1,4 +1,4 @@
-"""What a rank knows of its training job, whatever the servers have lost."""
+"""What a rank knows of its training job, whatever the servers have lost: the only state that outlives a session."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .record import BatchRecord, Running
 DURABILITY_WINDOW_S: Final = 10.0
 #: A group that a server lost is there again when somebody pushes it again: by `resend_window`, or by hand, much later.
 RETURN_WINDOW_S: Final = 3600.0
-#: Of what `Progress.state` returns: a reader refuses a higher one.
+#: Format of what `Progress.state` returns: a reader refuses a higher one.
 STATE_FORMAT: Final = 1
 
 
 class Progress:
-    """Where one rank stands. It outlives every trainer session (`session.py`), and is all that outlives one.
+    """Where one rank stands: the only state kept when a trainer session (`session.py`) is replaced.
 
     Invariant: the weights have the batches below `version`, a saved checkpoint has those below `committed`, and the
     training loop has got those below `delivered`: committed <= version <= delivered. Those in hand are

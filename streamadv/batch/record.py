@@ -1,7 +1,7 @@
-"""Batch k: the ordered groups one policy update consumes, recorded once and immutable until commit.
+"""The record of batch k: the ordered groups that one policy update consumes, written once, immutable until commit.
 
-Rank 0 of the trainer queue names a batch by writing its record into the home shard (`name_batch`). What follows from it
-in the shards (`work.apply`) is idempotent by the batch's id and repeated until every shard has it.
+Rank 0 of the trainer queue names a batch by writing its record into the home shard (`name_batch`). The steps that
+follow in the shards (`work.apply`) are idempotent by the batch's id and repeated until every shard has them.
 """
 
 from __future__ import annotations

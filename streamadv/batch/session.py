@@ -1,7 +1,7 @@
-"""A trainer session: one rank's part in its job's hold on a run, on the servers as they are.
+"""A trainer session: one rank's part in its job's ownership of a run, on the servers as they are.
 
-A session ends when one that was founded later has the run. On other servers, which may have lost recent writes, each
-rank begins its session again (`recovery.take_over`, `follower.join`) from what it knows, its `Progress`.
+A session ends when a session that was founded later owns the run. After a server was replaced, which may have lost
+recent writes, each rank begins its session again (`recovery.take_over`, `follower.join`) from its `Progress`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Session:
         return False
 
     def missing_fraction(self, max_groups: int | None = None) -> float:
-        """Fraction of the next batch still missing after one more group arrives; negative if it could be named now."""
+        """(groups needed - groups there - 1) / groups needed; negative if the next batch could be named now."""
         return 0.0
 
     def find(self, k: int) -> BatchRecord | None:

@@ -1,4 +1,4 @@
-"""What the trainer queue decides about batches, for the whole job."""
+"""The settings by which the trainer queue names batches, for the whole job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The traces of named batches: a batch has one of its own, and each step is in those of its groups as well."""
+"""Traces of named batches: each batch has its own trace, and each of its steps is also in the traces of its groups."""
 
 from __future__ import annotations
 

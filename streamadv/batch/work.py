@@ -1,4 +1,4 @@
-"""Work items: how a batch is cut into work for the advantage workers, and handed to them."""
+"""Work items: cuts a batch into work for the advantage workers, and hands it to them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..run.ledger import ENDINGS
 from ..trajectory.columns import KNOWN_COLUMNS
 from .record import BatchRecord, Running
 
-#: Of one work item, for chains that need no more than a group: trajectories, and bytes of the columns that are read.
+#: Size limits of a work item, for chains that look at single groups: trajectories, and bytes of the columns read.
 ITEM_TRAJECTORIES: Final = 4096
 ITEM_BYTES: Final = 8 << 20
-#: Taken for a token of an extra column.
+#: Assumed size of a token of an extra column.
 EXTRA_BYTES: Final = 4
 
 #: Groups that a shard learns of in one call.

@@ -1,8 +1,8 @@
 """The command line: `streamadv COMMAND`. Each command is a module here with `add_parser(subparsers)`.
 
-`add_parser` sets the default `run`, a function that takes the parsed arguments and returns the exit status, and
-`packages`, those of extras that the command needs. A command reads its arguments, calls one function of another room
-and prints; it keeps nothing.
+`add_parser` sets two defaults: `run`, a function that takes the parsed arguments and returns the exit status, and
+`packages`, the packages of extras that the command needs. A command reads its arguments, calls one function of
+another room and prints; it keeps nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMANDS: Final = (
 )  # fmt: skip
 #: Commands that move trajectories, and record traces if the environment asks for it.
 TRACED: Final = ("worker", "replay", "consume")
-#: How long commands that do one thing wait for a server that does not answer.
+#: Seconds that commands which do one thing wait for a server that does not answer.
 WAIT_S: Final = 10.0
 FAILED: Final = 1
 INTERRUPTED: Final = 130

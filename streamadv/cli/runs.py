@@ -18,7 +18,7 @@ from ..run.manifest import DEFAULTS
 from ..status import Status, read_status
 from ..status.audit import delete_run, delete_unread
 from ..store.keys import RUNS
-from ..store.replies import as_text, as_texts, as_whole
+from ..store.replies import as_int, as_text, as_texts
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, connect_once, joined, settings_from
 from .run_options import add_run_options, run_settings_from
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     delete.set_defaults(run=delete_one)
 
 
-#: Of a column; a longer name moves the rest of its line.
+#: Width of a column at most; a longer name moves the rest of its line.
 MAX_WIDTH: Final = 40
 COLUMNS: Final = ("RUN", "CREATED (UTC)", "ACTIVE", "VERSION", "PUSHED", "TRAINED", "QUEUED", "IN FLIGHT")
 
@@ -174,7 +174,7 @@ def _pacing(run: Run) -> dict[str, int | None]:
     stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
     if "epoch" not in stored:
         return {}
-    return {name: as_whole(stored.get(name, "")) for name in ("batch_groups", "max_staleness", "drop_after")}
+    return {name: as_int(stored.get(name, "")) for name in ("batch_groups", "max_staleness", "drop_after")}
 
 
 def delete_one(arguments: argparse.Namespace) -> int:

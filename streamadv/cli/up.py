@@ -23,7 +23,7 @@ from ..store.urls import hide_password
 from . import add_redis_options, settings_from
 from .parser import count, size
 
-#: Between two looks at who uses the server; the seconds in which it has to answer.
+#: Seconds between two checks of who uses the server, and in which it has to answer.
 LOOK_S: Final = 3.0
 
 

@@ -1,6 +1,6 @@
-"""The main job in one go: rollouts of a real environment, all stages as processes, a trainer that learns.
+"""The whole pipeline in one command: rollouts of a real environment, all stages as processes, a trainer that learns.
 
-Read in data order: `environment` (tokens and episodes), `policy` (what plays), `rollouts` (producer process),
-`trainer` (consumer process) with `learning`, `evaluate` (how well they play), `supervisor` (kills some of them, on the
-machine of `streamadv up`) and `view` (what you see).
+In the order of the data: `environment` (tokens and episodes), `policy` and `play` (the policy plays), `rollouts` (the
+producer process), `trainer` (the consumer process) with `learning`, `evaluate` (how well the policy plays),
+`supervisor` (kills some processes, on the machine of `streamadv up`), `view` (the screen).
 """

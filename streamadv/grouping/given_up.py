@@ -1,4 +1,4 @@
-"""What a scorer says of the trajectories that it gives up: one line of the log for many of them."""
+"""Logs the trajectories that a scorer gives up: one line for many of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The traces of groups on their way into the groups log: their contexts stand in the member tables of their packets."""
+"""Traces of groups on their way into the groups log. Their contexts travel in the member tables of packets."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ TAKE_MEMBERS: Final = 512
 #: Pause after a read that emptied the stream, so that the next read shares its two round trips among more packets.
 GATHER_S: Final = 0.010
 HOUSEKEEPING_S: Final = 1.0
-#: How often the list of scores is looked at while packets come: a look costs the grouper as much as a group.
+#: Seconds between two reads of the list of scores while packets come: a read costs as much as a group.
 SCORES_S: Final = 0.2
 
 _Arrived = tuple[Entry, StreamPacket]

@@ -1,7 +1,7 @@
 """The groups log of a shard: complete groups with their packets, until a trainer commits them.
 
-The grouper appends to it (`lua/lib/close.lua`), rank 0 of the trainer names batches from it, and whoever works on a
-batch reads its groups here again by their pointers.
+The grouper appends to it (`lua/lib/close.lua`). Rank 0 of the trainer names batches from it. Later stages read the
+groups of a batch here again, by their pointers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 #: Characters of the head of a group: its numbers, and the data source.
 MAX_HEAD: Final = 100 + MAX_TEXT
-#: Of a group: see `log_group` in `lua/lib/close.lua`.
+#: Head of a logged group: see `log_group` in `lua/lib/close.lua`.
 _HEAD: Final = re.compile(5 * r"([0-9]{1,15}) " + r"([a-z_]+) (.*)", re.DOTALL)
 
 

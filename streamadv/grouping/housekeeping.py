@@ -1,4 +1,4 @@
-"""What groupers do beside grouping, once a second: deadlines, scores, lost producers, dead letters, garbage."""
+"""A grouper's work once a second: deadlines, scores, lost producers, dead letters, garbage."""
 
 from __future__ import annotations
 

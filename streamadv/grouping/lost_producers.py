@@ -1,8 +1,8 @@
-"""Groups of lost producers must not keep other producers waiting until their deadline.
+"""Keeps groups of lost producers from holding up other producers until their deadline.
 
-A group belongs to the instance of a producer that was the last to open it, push to it or touch it. Once that one is
-lost, or a later instance has its name, the group does not count in pacing; it stays open, and counts again as soon as
-somebody pushes to it or touches it.
+A group belongs to the instance of a producer that was the last to open it, push to it or touch it. If that instance
+is lost, or a later instance has its name, the group stops counting in pacing. It stays open, and counts again as soon
+as any producer pushes to it or touches it.
 """
 
 from __future__ import annotations

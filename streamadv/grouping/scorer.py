@@ -1,12 +1,12 @@
 """Scorers: user functions that bring rewards after the push, before grouping.
 
-A packet pushed without rewards visits the run's scorers in the order the manifest names them, then goes on to the
-grouper (`scoring_streams.py`): whole, once all its members are scored. Each scorer is a stage of its own: start any
-number of processes for it.
+A packet pushed without rewards visits the run's scorers in the order of the manifest (`scoring_streams.py`), then the
+grouper. It goes on whole, once all its members are scored. Each scorer is a stage of its own: start any number of
+processes for it.
 
-A function may fail on a trajectory, give what is no score, not return, or end its process (`scores.py`). Then each
-trajectory that it may be about is tried alone (`tries.py`), by a coroutine function side by side, unless a process has
-ended; after its last try it is unscorable.
+A function may raise for a trajectory, return no valid score, not return, or end its process (`scores.py`). Then each
+suspect trajectory is tried alone (`tries.py`): side by side if the function is a coroutine function and no process
+has ended. After its last try a trajectory is unscorable.
 """
 
 from __future__ import annotations

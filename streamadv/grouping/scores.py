@@ -1,4 +1,4 @@
-"""Calling the user's scoring function, and checking its answer: one score for each trajectory it was asked for."""
+"""Calls the user's scoring function and checks its answer: one score for each trajectory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Final
 from ..errors import HungError, SettingError
 from ..messages import brief, one_line, place_of
 from ..run.hangs import GRACE_S, call_within
+from ..trajectory.fields import is_plain
 from .unscored import UnscoredTrajectory
 
 #: A reward, None (unscorable), named components which are summed up, or why there is none: it is tried again alone.
@@ -137,9 +138,16 @@ def rewards_of(score: Any, name: str, trajectory: UnscoredTrajectory) -> dict[st
         return None
     if isinstance(score, BaseException):
         raise failure(score)
-    components = dict(score) if isinstance(score, Mapping) else {name: score}
+    try:
+        return _checked(dict(score) if isinstance(score, Mapping) else {name: score}, trajectory)
+    except Exception as error:  # a score may be an object of the user's
+        raise error if isinstance(error, ScoreError) else failure(error) from None
+
+
+def _checked(components: Mapping[Any, Any], trajectory: UnscoredTrajectory) -> dict[str, float]:
     for component in components:
-        if not isinstance(component, str) or len(component) > MAX_NAME_CHARS:
+        is_name = isinstance(component, str) and is_plain(str(component))
+        if not is_name or len(component) > MAX_NAME_CHARS:
             raise ScoreError(
                 "value", f"it named a component {brief(component)}, needs at most {MAX_NAME_CHARS} characters"
             )

@@ -1,7 +1,8 @@
-"""What groups that end short of usable rollouts cost.
+"""What groups cost that end short of usable rollouts.
 
-A failed rollout takes its whole group with it unless `partial_min_usable` or `redundancy` allows for it. Groups are
-trained on whole by default: mean and deviation over the rollouts that happened not to fail are biased towards them.
+A failed rollout costs its whole group, unless `partial_min_usable` or `redundancy` allows for it. By default only
+whole groups are trained on, because mean and deviation over the rollouts that happened not to fail are biased towards
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Groups that ended short, of all that `ended`, and the usable trajectories dropped with them, of all pushed."""
+    """`groups` of `ended` groups ended short; they took `trajectories` of `usable` usable trajectories with them."""
 
     groups: int
     ended: int

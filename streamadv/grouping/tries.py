@@ -1,6 +1,6 @@
-"""How often a scorer has tried a trajectory that may end its process. The server counts before each try.
+"""Counts how often a scorer has tried a trajectory that may end its process. The server counts before each try.
 
-Tries that end with an exception need no server: the process that makes them is there to count (`Suspect.tries`).
+Tries that end with an exception need no server: the process that makes them survives and counts (`Suspect.tries`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a scoring function gets of a trajectory."""
+"""What a scoring function receives of a trajectory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Bridges to packages that people use beside streamadv. Nothing else in the package imports them.
 
-To the pipeline: `engines/`, what inference engines return, as the columns of a push; `verifiers.py`, its episodes, the
-same. From the pipeline: `transformers.py`, a Trainer on the batches of a trainer queue, and `trl/`, TRL's trainers.
-Both ways: `verl/`, verl's trainers and its agent loops.
-Beside the pipeline: `ray.py`, its workers as actors of a Ray cluster.
+- Into the pipeline: `engines/` turns answers of inference engines into the columns of a push; `verifiers.py` does the
+  same for its episodes.
+- Out of the pipeline: `transformers.py` is a Trainer on the batches of a trainer queue; `trl/` has TRL's trainers.
+- Both ways: `verl/` has verl's trainers and its agent loops.
+- Beside the pipeline: `ray.py` runs workers as actors of a Ray cluster.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ __all__ = ["ActorHealth", "ActorOptions", "Actors", "ScorerActors", "connect", "
 
 logger = logging.getLogger(__name__)
 
-#: Of the actors' names. Another namespace separates clusters' users who have runs of the same name.
+#: Namespace of the actors' names. Users of a cluster who have runs of the same name need different ones.
 NAMESPACE: Final = "streamadv"
 #: Seconds that `start` waits for the workers, and after which it says what it waits for.
 WAIT_S: Final = 300.0

@@ -248,10 +248,11 @@ def check(args: TrainingArguments, queue: TrainerQueue) -> None:
 def rows_of(micro_batch: MicroBatch, pad_id: int) -> Mapping[str, Tensor]:
     """The rows as prompts and responses: at least one row, and every prompt at least one token wide.
 
+    Columns that some trajectory of the batch lacks are left out: a Trainer takes a column of 0 for one that it can use.
     A first token has nothing before it that a model could predict it from: it is not trained on.
     """
     rows: PromptResponse = micro_batch.prompt_response(pad_id)
-    columns = dict(rows.columns)
+    columns = {name: column for name, column in rows.columns.items() if name not in micro_batch.optional}
     if len(rows.rows) == 0:
         for name, column in columns.items():
             width = 2 if name in ("input_ids", "attention_mask", "position_ids") else 1

@@ -1,8 +1,8 @@
-"""Metrics of a process: what the stages report here is served at `/metrics` for Prometheus.
+"""Metrics of a process: stages report here, and `/metrics` serves the numbers to Prometheus.
 
-In reading order: these functions, which stages call; `instruments` (the declarations, in sets by stage) over
-`collectors`; `endpoints` (how the numbers leave the process). Work items and batches are reported whole, as arrays. Any
-thread may call. torch is not imported.
+In reading order: the functions of this module, which stages call; `instruments` (the declarations, in sets by stage)
+over `collectors`; `endpoints` (the HTTP server). Stages report work items and batches whole, as arrays. Any thread
+may call. This room does not import torch.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class EndedGroup(NamedTuple):
 def groups_ended(groups: Sequence[EndedGroup]) -> None:
     """Groups ended. Many are counted together, which takes hardly longer than one: at the latest by the next scrape.
 
-    An outcome of AT_NAMING befalls a group that was counted before: its source's numbers stay. Those of evaluation
-    groups are not for training.
+    Groups dropped at naming (AT_NAMING) were counted already, so their source is not counted again. Nor are evaluation
+    groups, which are not for training.
     """
     with _ended_lock:
         _ended.extend(groups)

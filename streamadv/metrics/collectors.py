@@ -1,6 +1,6 @@
-"""Collectors beside the client's own: what a process exports, a histogram that takes arrays, and waits.
+"""Collectors beside those of prometheus_client: groups of instruments, a histogram that takes arrays, and waits.
 
-A wait is measured while it lasts: a scrape in the middle of it shows the time so far.
+A wait counts while it lasts: a scrape in the middle of it shows the time so far.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The HTTP endpoints of a process: `/metrics`, `/livez`, `/readyz`.
 
-Connections are bounded: so many at once, and so many seconds for each, so that clients that do not read cannot pile up.
-Those that send nothing, or wait for metrics, keep no `/livez` out.
+The number of connections and the seconds of each are bounded, so clients that do not read cannot pile up. Clients
+that send nothing, or wait for metrics, do not keep others from `/livez`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The instruments, each made once, in sets that stages export; and the values that their labels may take.
 
-Their texts are the reference, docs/reference/metrics.md. Labels take values from small fixed sets, never an id.
-Counters with labels are born at 0 when a stage begins, so that their first increase shows.
+Their texts are the reference, docs/reference/metrics.md. Labels take values from small fixed sets, never an id. A
+counter with labels starts at 0 when its stage begins, so its first increase shows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OUTCOMES: Final = (
 KEPT: Final = ("complete", "partial")
 #: How a group of role eval ends.
 EVALUATED: Final = "eval"
-#: What befalls a group later, when a batch is named: it was counted as kept before.
+#: Outcomes at the naming of a batch: the group was counted as kept before.
 AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
 #: Why a stage has to try again: see `store.retry.reason_of`.
 RETRY_REASONS: Final = (

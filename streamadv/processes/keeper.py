@@ -1,8 +1,9 @@
-"""Keeps one command: runs it in a process group of its own, and ends that whole group with itself or its parent.
+"""Runs one command in a process group of its own, and ends that whole group with itself or its parent.
 
-A program, run by its path with `python -I -S` and the arguments PARENT GRACE COMMAND...: the process id of the parent,
-and the seconds between asking the group to end and killing it. A signal is passed on to the group. The exit status is
-the command's, or 128 and the number of the signal that ended it. It imports nothing of the package, to start at once.
+A program, run by its path with `python -I -S` and the arguments PARENT GRACE COMMAND...: the process id of the
+parent, and the seconds between asking the group to end and killing it. It passes signals on to the group. The exit
+status is the command's, or 128 plus the number of the signal that ended it. To start at once, it imports nothing of
+the package.
 """
 
 import contextlib

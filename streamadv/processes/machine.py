@@ -1,4 +1,4 @@
-"""The processes of a run on one machine: workers that are started again, and commands that end with each other."""
+"""The processes of a run on one machine: workers, which are started again, and commands, which end with each other."""
 
 from __future__ import annotations
 

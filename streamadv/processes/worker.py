@@ -1,4 +1,4 @@
-"""A worker, or a program, that is started again when it has ended."""
+"""A worker, or a program, that the supervisor starts again when it has ended."""
 
 from __future__ import annotations
 

@@ -1,20 +1,19 @@
-"""Producers: the side of rollout engines. Groups are admitted, played, and pushed; nothing here needs torch.
+"""Producers: the side of rollout engines. They begin groups, play rollouts and push them. Nothing here needs torch.
 
-What a producer does is a set of generators that yield requests and receive replies, without I/O. The blocking and the
+The steps of a producer are generators without I/O: they yield requests and receive replies. The blocking and the
 asyncio producer only carry the requests out. In reading order:
 
-- `base_producer.py`, `producer.py`, `async_producer.py`: the producers that users open; `requests.py`: what the steps
-  may ask of them, and the one place where a request is sent again.
-- `logic.py`: what a producer consists of, and its heartbeat; `membership.py`: its place in the run.
-- `admission.py`: the decision whether a group may begin, asked for; `replies.py`: the scripts' answers, read.
-- `announcements.py`: waiting for admission until the trainer makes room.
-- `tickets.py`, `checks.py`: the right to push a rollout; what callers pass is checked.
-- `next_group.py`: the admission that travels with a push.
-- `slots.py`: what this process knows of the slots of a group; `base_group.py`, `group.py`, `async_group.py`: groups and
-  rollouts; `failures.py`: why rollouts failed.
-- `records.py`: what is pushed, read by hand; `extra_columns.py`: extra columns as the run has them. `encode.py`,
-  `push.py`, `resend.py`: what a push sends, in slices, and again to a server that has lost it; `together.py`,
-  `sender.py`: several pushes in one call, of one caller or of many tasks.
+- `base_producer.py`, `producer.py`, `async_producer.py`: the producers that users open. `requests.py`: the requests,
+  and the one place where a request is sent again.
+- `logic.py`: the parts of a producer, and its heartbeat. `membership.py`: its place in the run.
+- `admission.py`: asks whether a group may begin. `replies.py`: reads the scripts' answers. `announcements.py`: waits
+  until the trainer makes room. `next_group.py`: lets a push also ask to begin the next group.
+- `tickets.py`: the right to push a rollout. `checks.py`: checks what callers pass.
+- `slots.py`: this process's view of a group's slots. `base_group.py`, `group.py`, `async_group.py`: groups and
+  rollouts. `failures.py`: why rollouts failed.
+- `records.py`: reads a plain record. `extra_columns.py`: gives extra columns the form that the run has for them.
+- `encode.py`, `push.py`: what a push sends, in slices. `resend.py`: pushes again to a server that has lost data.
+  `together.py`, `sender.py`: send several pushes in one call, from one caller or from many tasks.
 """
 
 from .async_group import AsyncGroup, AsyncRollout

@@ -1,6 +1,6 @@
-"""Admission: asking whether a group may be opened, waiting for it, and withdrawing what nobody waits for any more.
+"""Admission: asks whether a group may begin, waits for it, and withdraws groups whose callers no longer wait.
 
-The decision itself is made in Lua: `lua/lib/admit.lua`.
+The script decides: `lua/lib/admit.lua`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 #: How many of a script's arguments say what the group is; the rest are producer and limits. See lua/lib/enter.lua.
 SPEC_ARGS: Final = 2
-#: First wait for admission: about what a batch takes of a trainer that keeps up.
+#: First wait for admission: about the time that a fast trainer takes for a batch.
 ADMISSION_WAIT_S: Final = 0.005
 
 
@@ -61,7 +61,9 @@ class Admission:
         self._not_admitted = Blocked(membership.who, "not admitted", membership.run)  # of all threads, tasks
         self._has_warned_unpaced = False
         self._has_said_sizes = False
-        self._unclaimed: dict[str, str] = {}  # nonce of a begin that nobody waits for any more -> group id
+        self._unclaimed: dict[
+            str, str
+        ] = {}  # begins to undo, whose callers no longer wait: nonce -> group id
         self._ahead: dict[str, Ticket] = {}  # nonce -> first ticket of a group that nobody has asked for yet
 
     def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:

@@ -1,9 +1,9 @@
-"""Waiting for admission without polling: the trainer announces in each shard that it may have made room.
+"""Waits for admission without polling: the trainer announces in each shard that it may have made room.
 
-Producers block on the shard's stream `admission` (`lua/lib/announce.lua`), one read for all threads or tasks of a
-process: while somebody waits for a shard, its listener reads. If the server fails, the listener says so, pauses and
-reads on; the stream keeps its newest entry, so nothing announced meanwhile is missed. An announcement ends a pause
-early, no more: who misses one asks again when the pause is over.
+Producers block on the shard's stream `admission` (`lua/lib/announce.lua`). A process has one listener for each shard,
+which reads while any thread or task waits for that shard. If the server fails, the listener reports it, pauses and
+reads on. The stream keeps its newest entry, so no announcement is lost meanwhile. An announcement only ends a pause
+early; a producer that misses it asks again when the pause is over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage
 from .requests import STAGE
 
-#: Of one read. After it a listener that nobody waits for any more ends.
+#: Duration of one read. After it, a listener without waiting callers ends.
 BLOCK_MS: Final = 1000
 #: Seconds by which a refusal that came before an announcement has reached its wait.
 LATE_S: Final = 1.0
@@ -59,7 +59,7 @@ class _Stream:
             self.newest, self._since = entry, clock.now()
 
     def note_refusal(self, entry: Id) -> None:
-        """Note the entry that a refusal names. If it is older than what is long known, the server has lost that."""
+        """Note the entry that a refusal names. An older entry than ours means that the server lost the newer ones."""
         if entry < self.newest and clock.now() > self._since + LATE_S:
             self.newest = entry
         self.note(entry)

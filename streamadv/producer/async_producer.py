@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 from ..errors import RunEndedError, StreamadvError
 from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
-from ..store.replies import as_whole
+from ..store.replies import as_int
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
@@ -155,7 +155,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         membership = self._logic.membership
         membership.check_open()
         value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
-        return as_whole(value)
+        return as_int(value)
 
     async def wait_for_weights(self) -> Weights:
         """As `Producer.wait_for_weights`."""

@@ -1,4 +1,4 @@
-"""What blocking and asyncio groups and rollouts share: all but carrying the steps out."""
+"""The shared part of blocking and asyncio groups and rollouts: everything except carrying the steps out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What blocking and asyncio producers share: how a group is asked for."""
+"""The shared part of blocking and asyncio producers: how a caller asks for a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers of a producer pass, checked before anything is sent."""
+"""Checks what callers of a producer pass, before anything is sent."""
 
 from __future__ import annotations
 

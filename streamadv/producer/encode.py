@@ -1,4 +1,4 @@
-"""What a push sends: packets of groups of one shard, in calls that the server can take."""
+"""Encodes pushes: packets of groups of one shard, in calls of a size that the server can take."""
 
 from __future__ import annotations
 

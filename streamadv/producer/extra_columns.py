@@ -1,7 +1,7 @@
-"""Extra columns of a push, made what the run has for each name: its dtype, its shape, whether it is per token.
+"""Extra columns of a push, in the form that the run has for each name: dtype, shape, per token or not.
 
-The first push of a name fixes that. A plain list says neither its dtype nor whether it is per token, so both are taken
-from the run where its numbers allow it.
+The first push of a name fixes its form. A plain list tells neither its dtype nor whether it is per token, so both are
+taken from the run where the numbers allow it.
 """
 
 from __future__ import annotations

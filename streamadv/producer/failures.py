@@ -1,4 +1,4 @@
-"""Why rollouts failed: described in one line, summed up in the log, raised where all fail alike."""
+"""Why rollouts failed: describes a failure in one line, sums failures up in the log, raises if all fail alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_REASON_CHARS: Final = 200
 LOG_INTERVAL_S: Final = 30.0
 #: Different reasons that one line names.
 MAX_REASONS: Final = 5
-#: So many groups of one rollout in a row that fail alike show a fault of the code that plays them.
+#: Groups of one rollout that fail alike in a row before the fault counts as one of the code that plays them.
 ALIKE_GROUPS: Final = 3
 #: The reason of a rollout whose function returned without push or fail.
 NOT_PUSHED: Final = "not_pushed"

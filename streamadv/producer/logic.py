@@ -1,4 +1,4 @@
-"""What a producer consists of, without I/O; its heartbeat, its end."""
+"""The parts of a producer, without I/O; its heartbeat and its end."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .resend import ResendWindow
 
 logger = logging.getLogger(__name__)
 
-#: Between heartbeats after one that failed, and while the server has no room for what it has lost.
+#: Seconds to the next heartbeat after a failed one, and while the server has no room for what it has lost.
 CATCH_UP_S: Final = 1.0
-#: How long closing a producer lets calls under way end by themselves.
+#: Seconds that a closing producer gives to calls under way.
 CLOSE_S: Final = 1.0
-#: How long closing a producer takes at most.
+#: Seconds that closing a producer takes at most.
 LEAVE_S: Final = 5.0
-#: Between two tries to leave, at most.
+#: Seconds between two tries to leave, at most.
 LEAVE_AGAIN_S: Final = 0.5
 NO_ANSWER: Final = Reason("server_hangs", "the server has not answered")
 #: What a heartbeat may raise.

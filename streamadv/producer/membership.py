@@ -1,4 +1,4 @@
-"""A producer's place in its run: the manifest they agree on, the list of producers, keys and byte budget."""
+"""A producer's place in its run: the manifest, the list of producers, its keys and its byte budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..run.budget import byte_budget
 from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
 from ..run.packets import is_group_id
 from ..store.keys import ShardKeys
-from ..store.replies import as_count, as_whole
+from ..store.replies import as_count, as_int
 from ..store.scripts import script_call
 from ..trajectory.schema import Role
 from .requests import STAGE, Memory, Steps
@@ -170,7 +170,7 @@ class Membership:
         self.note_weights(weights)
         if version:
             self.version = as_count(version)
-        self._drop_after = as_whole(drop_after or None)
+        self._drop_after = as_int(drop_after or None)
         if self._instance is None:
             self._instance = as_count(instance)
         elif as_count(instance) != self._instance and name == self.name and not is_forked:

@@ -1,4 +1,4 @@
-"""The next group of `Producer.groups`: its admission travels with the push that ends the group before."""
+"""Prefetch for `Producer.groups`: the push that completes one group also asks to begin the next."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class NextGroup:
         if asked is not None and asked.take() is not None:
             asked.withdraw()
 
-    def carried_by(self, steps: Steps[T]) -> Steps[T]:
-        """The same steps, of which the first push asks for the next group."""
+    def with_prefetch(self, steps: Steps[T]) -> Steps[T]:
+        """The same steps; their first push also asks for the next group."""
         reply: Any = None
         try:
             while True:

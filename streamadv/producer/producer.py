@@ -15,7 +15,7 @@ from ..run.manifest import RunSettings
 from ..settings import run_name
 from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
-from ..store.replies import as_whole
+from ..store.replies import as_int
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .announcements import Announcements
@@ -197,7 +197,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         membership = self._logic.membership
         membership.check_open()
         value = self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
-        return as_whole(value)
+        return as_int(value)
 
     def wait_for_weights(self) -> Weights:
         """Wait until a trainer has said where weights lie, and return what `weights` has then: (version, URI).

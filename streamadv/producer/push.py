@@ -1,4 +1,4 @@
-"""Pushing: packets of a group in slices, cancellations and scores; kept for a server that may lose them."""
+"""Pushes packets of a group in slices, cancels slots, brings scores; keeps them for a server that may lose them."""
 
 from __future__ import annotations
 

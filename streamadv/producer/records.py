@@ -1,6 +1,6 @@
-"""Records as users push them, read by hand: pydantic takes several times as long.
+"""Reads records of a push by hand, because pydantic takes several times as long.
 
-What is out of the ordinary, and everything wrong, is left to the full check, which alone words the errors.
+It leaves unusual records, and every wrong one, to the full check, which alone words the errors.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _rows(record: Mapping[str, Any]) -> list[CheckedRow]:
         reward = data.get("reward")
         row = _row(data, *_columns_of(tuple(data), _ROW_FIELDS))
         rows.append(row if reward is None else row._replace(reward=_number(reward)))
-    if len({(*row.columns, *row.extras) for row in rows}) > 1:
+    if len({frozenset((*row.columns, *row.extras)) for row in rows}) > 1:
         raise _Unclear
     return rows
 

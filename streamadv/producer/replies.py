@@ -1,4 +1,4 @@
-"""Replies of the scripts that may open a group (`begin`, `push`, `cancel`), read: refusals, errors, codes.
+"""Reads the replies of scripts that may open a group (`begin`, `push`, `cancel`): refusals, errors, codes.
 
 A reply is a list whose first item is the state: ok, open, ended, busy, mismatch, layout or broken. See the headers of
 the scripts and `lua/lib/admit.lua`.

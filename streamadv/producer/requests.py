@@ -1,7 +1,7 @@
-"""What the steps of a producer ask of its client, and the one place where a request is sent again.
+"""The requests that a producer's steps yield, and the one place where a request is sent again.
 
-Steps are generators: they yield requests and receive replies. `Producer` and `AsyncProducer` carry out single attempts;
-`attempts` decides between two attempts.
+Steps are generators: they yield requests and receive replies. `Producer` and `AsyncProducer` carry out single
+attempts; `attempts` decides what happens between two attempts.
 """
 
 from __future__ import annotations

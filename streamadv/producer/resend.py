@@ -1,4 +1,4 @@
-"""What a producer keeps for a while, to send it again to a server that comes back without its recent writes.
+"""Keeps what a producer sent recently, and sends it again to a server that comes back without its latest writes.
 
 See "Going back in time" in docs/concepts/guarantees.md.
 """
@@ -25,9 +25,11 @@ logger = logging.getLogger(__name__)
 
 #: Seconds before the last check of an unchanged server: what was sent since then is sent again to another one.
 RESEND_WINDOW_S: Final = 5.0
-#: Of all payloads that are kept, and how many things there may be.
+#: Bounds of the window: bytes of payloads, and number of calls.
 MAX_RESEND_BYTES: Final = 256 << 20
 MAX_RESEND_COUNT: Final = 1 << 16
+#: What `score` says of a group that is not there.
+UNKNOWN: Final = "unknown"
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class ResendWindow:
         self._lock = renewed_at_fork(threading.Lock())
         self._warned_short = False
         self.behind: Counter[int] = Counter()
-        """Shards that had no room for something they have lost -> how many calls, as of the last check."""
+        """Shards that had no room for lost calls at the last check -> number of these calls."""
 
     @property
     def kept(self) -> int:
@@ -122,7 +124,6 @@ class ResendWindow:
         for sent in in_doubt:
             try:
                 result = yield from sent.send(*sent.what)
-                lost += result.count("pushed")
             except Busy:
                 refused[sent.shard] += 1
                 continue
@@ -132,6 +133,11 @@ class ResendWindow:
                 logger.warning(
                     "not sent again: %s", error, extra=log_fields("resend_failed", role="producer")
                 )
+            else:
+                if refused[sent.shard] and not set(result.codes) - {UNKNOWN}:
+                    refused[sent.shard] += 1  # its group may be among those that were refused
+                    continue
+                lost += result.count("pushed")
             # Kept as if sent now: this server may be replaced as well.
             sent.server_id, sent.when = servers[sent.shard], clock.now()
         if in_doubt:

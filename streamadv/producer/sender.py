@@ -1,4 +1,4 @@
-"""Pushes of all tasks of an asyncio producer, in few calls."""
+"""Sends the pushes of all tasks of an asyncio producer in few calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slots of a group as the process that has its tickets knows them, and the steps that end slots."""
+"""This process's view of a group's slots (free, started, handed out, ended), and the steps that end slots."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Slots:
         pushing = self.logic.pushes.push(checked, ticket)
         indices = {one.rollout_index for one in checked}
         if self.next_group is not None and indices.issuperset(self.unfinished):
-            pushing = self.next_group.carried_by(pushing)
+            pushing = self.next_group.with_prefetch(pushing)
         result = yield from pushing
         self.ended.update(indices)
         return result

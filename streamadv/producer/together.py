@@ -1,4 +1,4 @@
-"""Several pushes in few calls."""
+"""Sends several pushes in few calls."""
 
 from __future__ import annotations
 

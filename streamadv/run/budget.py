@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from ..errors import SettingError
 
-#: Of maxmemory: the rest is for the scripts' own keys, results and buffers.
+#: Share of maxmemory; the rest is for the scripts' own keys, results and buffers.
 MAX_BYTES_SHARE: Final = 0.7
-#: Where the server tells neither maxmemory nor the machine's memory.
+#: Default if the server tells neither maxmemory nor the machine's memory.
 FALLBACK_MAX_BYTES: Final = 1 << 30
 
 

@@ -1,8 +1,9 @@
-"""The consumer loop every stage shares: read, take over what dead consumers left, wait while the server is away.
+"""The consumer loop of every stage: read entries, take over those of dead consumers, wait while the server is away.
 
-An entry is delivered to one consumer of the stage's group and stays pending until a hand-off script acks it.
-After a start or a lost connection a consumer first reads its own pending entries, because a reply that was lost on the
-wire is already among them. It takes over entries whose lease is over (`leases.py`) before it reads new ones.
+The server delivers an entry to one consumer of the stage's group; the entry stays pending until a hand-off script
+acknowledges it. After a start or a lost connection a consumer first reads its own pending entries, because they
+include any reply that was lost on the wire. Before it reads new entries, it takes over entries whose lease is over
+(`leases.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ BLOCK_MS: Final = 1000
 #: Block on one stream while others may have entries, when a process serves several shards.
 SHARED_BLOCK_MS: Final = 50
 #: How often a consumer looks for new settings of the run.
-KEEP_UP_S: Final = 1.0
-#: A consumer without pending entries is forgotten after so long a silence.
+REFRESH_S: Final = 1.0
+#: A consumer without pending entries is forgotten after this long a silence.
 RETIRE_AFTER_MS: Final = 3_600_000
 #: Pending entries looked at in one call.
 PENDING_PAGE: Final = 1000
@@ -233,7 +234,7 @@ class Consumer:
     def _make_group(self, cursor: Cursor) -> None:
         metrics.group_recreated(self.stage)
         self._outage.pause()  # somebody may delete it again and again
-        self.run.keep_up()  # lost with the stream
+        self.run.refresh_if_changed()  # lost with the stream
         cursor.shard.call("ensure_group", [self.stage], stream=cursor.stream)
 
     def _advance(self, cursor: Cursor, count: int, block_ms: int | None) -> list[Entry]:
@@ -263,7 +264,7 @@ class Consumer:
             if (cursor.shard.index, entry_id) not in in_hand
         ]
         self.retire_others()
-        self.run.keep_up(KEEP_UP_S)
+        self.run.refresh_if_changed(REFRESH_S)
 
     def _take_over(self, cursor: Cursor, count: int) -> list[Entry]:
         """Of entries whose lease was over at the last look, those that nobody has touched since."""
@@ -303,7 +304,7 @@ class Consumer:
         if connection.is_cluster:  # it has the manifest elsewhere, and its pipelines send again
             reply: Any = client.xreadgroup(*call)
             if reply:
-                self.run.keep_up()
+                self.run.refresh_if_changed()
         else:
             reply = self._with_news(client.pipeline(transaction=False).xreadgroup(*call))
         pairs = reply.items() if isinstance(reply, dict) else reply or []
@@ -317,7 +318,7 @@ class Consumer:
             if isinstance(reply, Exception):
                 raise reply
         reply, *news = replies
-        self.run.hear(*news)
+        self.run.apply_news(*news)
         return reply
 
     def _take_in_hand(self, entries: Sequence[Entry]) -> list[Entry]:

@@ -1,8 +1,8 @@
-"""Calls of a user's function that end in bounded time, even if the function does not.
+"""Calls a user's function in bounded time, even if the function does not return.
 
-On the main thread two signals interrupt the call: a timer of the process's CPU time reaches code that never lets
-another thread run (a regular expression gone wild), and a thread that is kept signals code that sleeps. On another
-thread the call runs in a thread of its own, which is abandoned when its time is over.
+On the main thread two signals interrupt the call. A timer of the process's CPU time reaches code that never lets
+another thread run (a runaway regular expression); a second thread signals code that sleeps. On any other thread, the
+call runs in a thread of its own, which is abandoned when the time is over.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class _Limit:
         return HungError(f"{self._what} did not return within {seconds:.1f} s: bound what it waits for")
 
 
-#: Of the call that the main thread is in.
+#: Limit of the call that the main thread is in.
 _current: _Limit | None = None
-#: Looks at it: one for the life of the process, because starting a thread takes longer than a small call.
+#: Thread that watches the limit: one for the life of the process, because starting one takes longer than a small call.
 _watcher: threading.Thread | None = None
 
 

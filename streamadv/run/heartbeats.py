@@ -14,13 +14,13 @@ from .run import Run
 HEARTBEAT_S: Final = 10.0
 #: A run ends no sooner after one of its servers was replaced: by then it has heard every producer that is alive.
 SETTLE_S: Final = 1.5 * HEARTBEAT_S
-#: So often a reader writes: a server that refuses its writes refuses heartbeats, too.
+#: A reader writes this often: if the server refuses its writes, it refuses heartbeats too, and silence proves nothing.
 WRITE_S: Final = 5.0
 #: A producer silent for longer counts as lost (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
 #: A producer silent for longer is taken off the list, unless it has finished.
 FORGET_S: Final = 3600.0
-#: So many of each kind stay on the list, the latest: those that have finished, and those that are lost.
+#: Producers of each kind that stay on the list, the latest: finished ones, and lost ones.
 PAST_KEPT: Final = 100
 #: Names that one script takes off the list, each with its heartbeat; foreign ones that one look removes.
 FORGET_SLICE: Final = 1000

@@ -1,4 +1,4 @@
-"""Leases: which pending entries of a stream nobody has touched for so long that others may take them over."""
+"""Leases: finds pending entries that no consumer has touched for so long that another may take them over."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The counters of a ledger that a run has. Producers can write others into it, of any name: they are no counters.
+"""The names of the counters in a run's ledger. A producer can write other fields into it; they are not counters.
 
-Whoever reads a ledger goes by these names, so that what stands beside them costs little and shows nowhere by its name.
+Every reader of a ledger reads these names only, so foreign fields cost little and never show under their own name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..metrics.instruments import KEPT, OUTCOMES
-from ..store.replies import as_whole
+from ..store.replies import as_int
 
 #: Counters that add up to `queued`: with a scorer, in the rollouts stream, in an open group, in the groups log.
 QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
@@ -45,6 +45,6 @@ def known_counters(stored: Mapping[str, Any]) -> Counter[str]:
             if kind == name or kind not in _REASONS:
                 continue
             name = f"{kind}:other"
-        if (count := as_whole(value)) is not None:
+        if (count := as_int(value)) is not None:
             counters[name] += count
     return counters

@@ -1,7 +1,7 @@
-"""Foreign data: items in a run's keys that none of its processes wrote.
+"""Foreign data: items in a run's keys that no process of the run has written.
 
-Whoever finds one removes it in one script, which counts it as `malformed` and lists it with the reason among the dead
-letters. It is no trajectory, so the other counters of the ledger do not change.
+A process that finds such an item removes it in one script, which counts it as `malformed` and lists it with the
+reason among the dead letters. The item is not a trajectory, so the other counters of the ledger do not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMOVALS: Final = {
 TABLES: Final = (b"table", b"tables")
 TABLE_BYTES: Final = 1 << 14  # longer ones are not read
 ANY_SIZE: Final = 1 << 62
-#: Of a removed item, so much is kept to look at.
+#: Characters of a removed item that are kept for operators.
 TEXT_CHARS: Final = 2000
 
 

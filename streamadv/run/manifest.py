@@ -1,8 +1,9 @@
-"""The run manifest: what all processes of a run must agree on.
+"""The run manifest: the settings that all processes of a run must agree on.
 
-The first process given a value writes it; one without takes it, also one that is running already; a different
-value is an error naming both. Shards, salts and the schema version are fixed when the run is created. Every process
-writes back the whole manifest it knows to a server that has lost it, and stops when it finds another one there.
+The first process that has a value for a setting writes it. A process without a value takes the one there, even if it
+runs already. A process with a different value stops with an error that names both. Shards, salts and the schema
+version are fixed when the run is created. If a server has lost the manifest, every process writes back the whole
+manifest that it knows; it stops if it finds another manifest there.
 """
 
 from __future__ import annotations

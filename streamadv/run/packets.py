@@ -1,4 +1,4 @@
-"""Packets: what an entry of the rollouts stream, or of a scorer's stream, says of one.
+"""Reads a packet from an entry of the rollouts stream or of a scorer's stream.
 
 Producers may write these streams, so every stage checks an entry before it uses it.
 """

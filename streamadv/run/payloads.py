@@ -1,4 +1,4 @@
-"""Fetching payloads: only the columns that a stage needs, in slices that the server can buffer."""
+"""Fetches payloads: only the columns that a stage needs, in slices that the server can buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a training job says of itself with its heartbeats, in the session hash of the run."""
+"""The heartbeats of the ranks of a training job, in the session hash of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self, get_args
 
-#: Between two heartbeats of a rank.
+#: Seconds between two heartbeats of a rank.
 BEAT_S: Final = 10.0
 #: A rank silent for longer counts as lost (three missed heartbeats).
 RANK_TIMEOUT_S: Final = 30.0

@@ -72,21 +72,21 @@ class Run:
         """
         self.manifest = self._read(None if self._settings is None else self.manifest)
 
-    def keep_up(self, every_s: float = 0.0) -> None:
+    def refresh_if_changed(self, every_s: float = 0.0) -> None:
         """`refresh`, if there is anything new: one small round trip, unless the last look was within `every_s`."""
         if clock.now() - self._looked < every_s:
             return
         pipe = self.connection.scripts.pipeline(transaction=False)
         self.ask_for_news(pipe)
-        self.hear(*pipe.execute())
+        self.apply_news(*pipe.execute())
 
     def ask_for_news(self, pipe: Any) -> None:
-        """Add to a pipeline what `hear` is told: two replies."""
+        """Add to a pipeline the two replies that `apply_news` takes."""
         key = manifest_key(self.name)
         pipe.hget(key, "salts")
         pipe.hlen(key)
 
-    def hear(self, salts: bytes | None, count: int) -> None:
+    def apply_news(self, salts: bytes | None, count: int) -> None:
         """`refresh`, if the manifest with these salts and so many fields may be another one."""
         self._looked = clock.now()
         if not self.manifest.is_current(salts, count):

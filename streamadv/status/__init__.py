@@ -1,8 +1,8 @@
-"""What a run looks like from outside: where every trajectory is, whether the ledger balances, who waits for what.
+"""A run from outside: where every trajectory is, whether the ledger balances, which process waits for what.
 
-In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `sizes` and `activity`), `causes`
-(why nothing moves), `watchdog` (what the trainer does about it), `exported` (the status as metrics), `audit` (a walk
-over everything stored, and deleting it).
+In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `sizes`, `activity` and
+`evaluations`), `causes` (why nothing moves), `watchdog` (what the trainer does about it), `exported` (the status as
+metrics), `audit` over `stored` (walks over everything stored, and deletes a run).
 """
 
 from .exported import export_run

@@ -1,6 +1,6 @@
-"""Who is alive in a run, and in others; when something last moved, what open groups lack, how stale the next batch is.
+"""What is alive in a run, and in others; when something last moved, what open groups lack, how stale the next batch is.
 
-Plain commands: a user who may only look has no right to run scripts.
+It sends plain commands only: a user who may only look has no right to run scripts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OLDER_THAN_S: Final = (10, 60, 600, 3600)
 GROUP_FIELDS: Final = ("head", "slots")
 #: A last id so far ahead of the server's clock tells nothing: a foreign process has chosen it.
 FUTURE_MS: Final = 60_000
-#: Of the hash of an open group, see `lua/lib/group.lua`.
+#: Field `head` of the hash of an open group, see `lua/lib/group.lua`.
 HEAD: Final = re.compile(rb"[a-z]+ (?P<size>[0-9]{1,15}) [0-9]+ (?P<opened_ms>[0-9]{1,15}) ")
 SLOT_MAP: Final = re.compile(rb"[.pusx]+")
 #: Groups at the head of each shard's log whose staleness is read.

@@ -1,4 +1,4 @@
-"""Whether a quiet run stores what its ledger says: for `status --check --deep`; and deleting a run."""
+"""For `status --check --deep`: whether a quiet run stores what its ledger says. Also deletes a run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _stray_keys(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[str]:
             yield f"key {key} is referred to and will be gone in {lives_ms} ms"
 
 
-#: What PTTL says of a key without an end.
+#: Reply of PTTL for a key that does not expire.
 NO_END: Final = -1
 
 

@@ -1,6 +1,6 @@
-"""What evaluation groups have shown: reward by data source and round, or by policy version where groups name no round.
+"""Results of evaluation groups: reward by data source and round, or by policy version where groups name no round.
 
-`lua/lib/evaluation.lua` adds it up.
+`lua/lib/evaluation.lua` adds them up.
 """
 
 from __future__ import annotations

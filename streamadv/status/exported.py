@@ -1,6 +1,6 @@
-"""The facts of a run as metrics, read from the server at each scrape by the processes that export it.
+"""The status of a run as metrics, read from the server at each scrape by the processes that export it.
 
-All begin with `streamadv_run_`. Several exporters show the same numbers: take the greatest, not the sum.
+All names begin with `streamadv_run_`. Several exporters show the same numbers: take the maximum, not the sum.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _blocked(status: Status) -> dict[str, bool]:
     return {name: name in holding for name in REASONS}
 
 
-#: By name without prefix. `_total` at the end makes a counter.
+#: Facts by metric name without prefix. A name that ends with `_total` is a counter.
 FACTS: Final[dict[str, Fact]] = {
     "readable": Fact(
         "1 if the status of the run could be read within 3 s; while it is 0 nothing else of the run is there.",

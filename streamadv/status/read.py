@@ -1,6 +1,6 @@
-"""Reading the status of a run: each shard, what moves in the run, its trainer and its server; added up.
+"""Reads the status of a run: each shard, the run's activity, its trainer and its server; added up.
 
-Which shards refuse another group is computed outside the scripts that decide it (`lua/lib/admit.lua`).
+It computes which shards refuse another group outside the scripts that decide it (`lua/lib/admit.lua`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..run import Run
 from ..run.budget import byte_budget
 from ..run.ledger import QUEUED
 from ..run.ranks import HeardRank, heard_ranks
-from ..store.replies import as_count, as_texts, as_whole
+from ..store.replies import as_count, as_int, as_texts
 from ..store.retry import RETRYABLE, NotNowError
 from .activity import Activity, read_activity, read_producers, read_staleness
 from .evaluations import newest, read_evaluations
@@ -178,7 +178,7 @@ def admission_of(run: Run, shards: Sequence[ShardState], server: Server) -> Admi
     for shard in shards:
         if shard.trainer.get("batch_groups", "").isdecimal():
             batch_groups = int(shard.trainer["batch_groups"])
-            max_staleness = as_whole(shard.trainer.get("max_staleness"))
+            max_staleness = as_int(shard.trainer.get("max_staleness"))
     ahead = [_groups_ahead(shard) for shard in shards]
     limit = None if batch_groups is None or max_staleness is None else (max_staleness + 1) * batch_groups
     is_paced = limit is not None and sum(ahead) >= limit

@@ -1,6 +1,6 @@
-"""One shard at one moment: its ledger and the lengths of its structures, read in one transaction; and contradictions.
+"""One shard at one moment: its ledger, the lengths of its structures, and contradictions between them.
 
-So `streamadv status --check` holds while workers run.
+One transaction reads all of them, so `streamadv status --check` holds while workers run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..run import Run
 from ..run.consumer import ADVANTAGE, GROUPER
 from ..run.ledger import COUNTERS, known_counters
 from ..store.keys import ShardKeys
-from ..store.replies import as_mapping, as_texts, as_whole, or_nothing
+from ..store.replies import as_int, as_mapping, as_texts, or_nothing
 from ..trajectory.packet import MAX_PACKET_MEMBERS
 from . import sizes
 from .model import Ledger
 
 #: A group's owner as `apply_batch` writes it: batch id, trajectories of the group.
 OWNER: Final = re.compile(r"[0-9]+-[0-9a-f]{12} ([0-9]{1,5})")
-#: How often a shard is read again whose reading was not atomic, while its figures contradict each other.
+#: Times that a shard is read again if the read was not atomic and its figures contradict each other.
 READ_AGAIN: Final = 4
-#: No server holds so many bytes: somebody has written the number, and admission waits for it to fall.
+#: No server holds this many bytes: another program wrote the number, and admission waits for it to fall.
 MOST_BYTES: Final = 1 << 50
 #: Shards of one transaction, in which the server does nothing else.
 SHARDS_AT_ONCE: Final = 16
@@ -149,7 +149,7 @@ def _state(run: Run, streams: dict[str, StreamName], reply: Iterator[Any], now_m
     )
     return ShardState(
         counters=known_counters(ledger),
-        broken=[name for name in COUNTERS if as_whole(ledger.get(name, b"0")) is None],
+        broken=[name for name in COUNTERS if as_int(ledger.get(name, b"0")) is None],
         trainer=trainer,
         groups_open=next(reply),
         groups_logged=next(reply),

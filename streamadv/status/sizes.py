@@ -1,6 +1,6 @@
-"""What admission reserves for slots of open groups, for those who only look: `lua/lib/slot_bytes.lua` in Python.
+"""What admission reserves for slots of open groups, for observers: `lua/lib/slot_bytes.lua` in Python.
 
-Admission itself is decided in the scripts. A test compares both on random histograms.
+The scripts decide admission itself. A test compares both on random histograms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything a shard stores, read structure by structure: packets, members, results, and what refers to them."""
+"""Everything a shard stores, read structure by structure: packets, members, results, and the references to them."""
 
 from __future__ import annotations
 

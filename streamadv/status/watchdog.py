@@ -1,4 +1,4 @@
-"""The trainer's watchdog: while rank 0 waits it says why no batch comes, and raises where waiting cannot end."""
+"""The trainer's watchdog: while rank 0 waits, it says why no batch comes, and raises if waiting cannot end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What each role may do on the server: access rules for Redis' and Valkey's ACL.
 
-A rule names the commands that the role sends, or that its scripts call, on each kind of key. Scripts run with their
-caller's rights, so a role can do with a script of its own what its rules allow, and no more. SECURITY.md says what that
-means.
+A rule names the commands that a role, or a script it calls, sends on each kind of key. Scripts run with their
+caller's rights, so a role with a script of its own can do what its rules allow and no more. SECURITY.md says what
+that means.
 """
 
 from __future__ import annotations

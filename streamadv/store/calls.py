@@ -1,4 +1,4 @@
-"""Sending script calls: by hash, by text to a server that does not know the script, or with payloads in one MULTI."""
+"""Sends script calls: by hash, by text if the server does not know the script, or with payloads in one MULTI."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How redis-py's clients are made: timeouts, retries and limits, for a server, a cluster, or behind Sentinels.
+"""Makes redis-py's clients, with timeouts, retries and limits: for a server, a cluster, or behind Sentinels.
 
-Every option is set, because redis-py's defaults change with its version (redis-py 8 retries every command 10 times and
-cuts reads off after 5 s).
+Every option is set, because redis-py's defaults change with its version (redis-py 8 retries every command 10 times
+and cuts reads off after 5 s).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SENT_AGAIN_ON: Final = (
 )
 #: Seconds before what was sent is sent again, at most.
 AGAIN_S: Final = 0.1
-#: Of one client; more callers wait their turn. `?max_connections=` in the URL changes it.
+#: Connections of one client; further callers wait. `?max_connections=` in the URL changes it.
 MAX_CONNECTIONS: Final = 32
 
 NOT_MASTER: Final = "{}:{} is no longer, or not yet, the master"

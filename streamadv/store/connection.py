@@ -1,8 +1,8 @@
-"""Connections to Redis or Valkey, one client per way of failing.
+"""Connections to Redis or Valkey: up to three clients per process, because calls differ in what may be repeated.
 
 A lost reply leaves a write in doubt. Scripts and reads may simply be sent again (`scripts`). A push may not (`push`),
 because the same payload sent twice would overwrite or delete live columns. A blocking read needs a socket timeout
-longer than its block (`blocking`). Loops around the clients wait for what is transient: see `retry.py`.
+longer than its block (`blocking`). Loops around the clients wait out transient errors: see `retry.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .waiting import Blocked, Wait
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 
-#: What a server says that is not of the kind that its URL names -> what to write.
+#: Answer of a server of another kind than the URL names -> what to write.
 _OF_ANOTHER_KIND: Final = {
     "Cluster mode is not enabled": "this server is no cluster node: write",
     "unknown command 'SENTINEL'": "no Sentinel answers there: give their addresses (port 26379), or write",

@@ -1,6 +1,6 @@
-"""Calls and their replies over connections of redis-py, without what redis-py records and looks up for each.
+"""Sends commands over redis-py's connections without redis-py's bookkeeping per command.
 
-That takes longer than packing and sending a small call.
+That bookkeeping costs more than packing and sending a small call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import redis.exceptions
 from .resp import INCOMPLETE, Piece, gathered, make_reader
 from .retry import classified, closed_under_way
 
-#: What one call of sendmsg may bring.
+#: Most pieces in one call of sendmsg.
 MAX_PIECES: Final = 1024
 #: Bytes of one read.
 RECEIVED: Final = 64 << 10

@@ -1,4 +1,4 @@
-"""Names of all Redis keys of a run. ARCHITECTURE.md has the table of what each holds and who writes it.
+"""Names of all Redis keys of a run. docs/reference/keys.md says what each holds and which scripts write it.
 
 Every shard's keys carry one hash tag `{run:shard:salt}`, so all of them share a cluster slot and one script
 can change several. The salt spreads shards evenly over the slots.

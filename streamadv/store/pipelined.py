@@ -1,6 +1,7 @@
-"""One connection of an asyncio process with many calls under way: what its tasks send in one turn goes in one write.
+"""One connection of an asyncio process, shared by many calls: what its tasks send in one turn is one write.
 
-redis-py's asyncio client lends each call a connection of its own and waits for it: most of what a small call costs.
+redis-py's asyncio client lends each call a connection of its own and waits for it, which is most of the cost of a
+small call.
 """
 
 from __future__ import annotations

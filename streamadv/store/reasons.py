@@ -1,8 +1,8 @@
-"""Why somebody waits: the one list of reasons.
+"""The one list of reasons for which a process waits.
 
 Producers, workers, the trainer, commands, `streamadv status` and the watchdog name a wait by these reasons.
-`status/causes.py` finds some in what a run stores. The process that waits meets the others itself: a server that does
-not answer, a refused push.
+`status/causes.py` finds some of them in what a run stores. The waiting process itself meets the others: a server that
+does not answer, a refused push.
 """
 
 from __future__ import annotations

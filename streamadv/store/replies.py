@@ -1,4 +1,4 @@
-"""Reading replies whose content anybody may have written."""
+"""Reads replies whose content is untrusted."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def as_texts(reply: Any) -> dict[str, str]:
     return {name: value.decode(errors="backslashreplace") for name, value in as_mapping(reply).items()}
 
 
-def as_whole(value: str | bytes | int | None) -> int | None:
+def as_int(value: str | bytes | int | None) -> int | None:
     """The whole number that `value` is, of at most 19 digits, or None."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else str("" if value is None else value)
     return int(text) if re.fullmatch(r"-?[0-9]{1,19}", text) else None
@@ -90,4 +90,4 @@ def as_whole(value: str | bytes | int | None) -> int | None:
 
 def as_count(value: str | bytes | int | None) -> int:
     """The whole number that `value` is; 0 where it is none."""
-    return as_whole(value) or 0
+    return as_int(value) or 0

@@ -23,7 +23,7 @@ LARGE: Final = 60_000
 GATHERED: Final = 2 * LARGE
 #: Milliseconds that a payload lives whose script the server does not know: see `pack_transaction`.
 UNREGISTERED_MS: Final = 60_000
-#: Of a reader: the rest of a reply has not come yet.
+#: A reader returns this while the rest of a reply has not come yet.
 INCOMPLETE: Final = object()
 
 #: Bytes that a reader keeps for the next replies: memory that is given back comes page by page again.

@@ -1,4 +1,4 @@
-"""Transient errors, such as those of a failover or a moving slot: which they are, and how long to wait for a retry."""
+"""Transient errors, such as those of a failover or a moving slot: which errors they are, and how long to wait."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 """Transient errors: wait (`Outage`), then repeat the whole request; a push under a new nonce."""
 
 SERVER_ERRORS: Final = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
-"""What the client raises for a server: RedisClusterException, with no node of a cluster in reach, is no RedisError."""
+"""What the client raises for a server. RedisClusterException is listed because it does not derive from RedisError."""
 
 # Too few replicas (min-replicas-to-write), failing snapshots, somebody's long script. redis-py may put the command in
 # front, and the reply in the brackets of a tuple.

@@ -1,4 +1,4 @@
-"""TLS of a connection: its files checked before anything is sent, and why a server or a client was refused."""
+"""TLS of a connection: checks its files before anything is sent, and explains why a server or client was refused."""
 
 from __future__ import annotations
 

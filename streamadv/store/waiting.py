@@ -1,6 +1,7 @@
-"""How processes wait: `Wait` paces one loop of attempts, says why it waits, and tells when to give up.
+"""How processes wait: a `Wait` paces one loop of attempts, reports the reason, and says when to give up.
 
-`Blocked` says why: in the log, as a metric. A `Wait` has one; loops that wait for the same thing may share it.
+`Blocked` reports the reason, in the log and as a metric. Each `Wait` has one; loops that wait for the same thing may
+share one.
 """
 
 from __future__ import annotations

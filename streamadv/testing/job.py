@@ -20,7 +20,9 @@ from .world import URL
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
-CHAIN: Final = "reinforce"
+CHAIN: Final = {"estimator": "reinforce"}
+#: A step that needs a column which producers push.
+KL: Final = {"kl": {"coefficient": 0.1}}
 #: What a rank waits for the others: its process group's timeout.
 COLLECTIVE_S: Final = 45.0
 #: Seconds after which everybody has heard of a producer that nothing disturbs. A server that has died is no excuse: the
@@ -145,7 +147,8 @@ class Job:
             max_staleness=None if scene.max_staleness < 0 else scene.max_staleness,  # type: ignore[operator]
             drop_after=100_000 if scene.max_staleness >= 0 else None,  # type: ignore[operator]
             prefetch=scene.prefetch,
-            chain=CHAIN,
+            chain=CHAIN | (KL if scene.needs else {}),
+            pushed=("ref_log_probs",) if scene.needs else (),
             commit="each_batch" if scene.each_batch else "manual",
             keep_rolled_back=True,
             max_filtered_batches=None,

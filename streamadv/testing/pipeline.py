@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from .. import doors
 from ..advantage import worker
+from ..errors import StreamadvError
 from ..grouping import grouper as grouping
 from ..grouping import housekeeping
 from ..grouping.scorer import Scorer
@@ -23,13 +24,15 @@ from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
 from ..run import consumer
+from ..run.dead_letters import list_dead, purge
 from ..run.manifest import RunSettings
 from ..status import watchdog
+from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, heartbeat, supply, together
 from .excuses import is_quiet, lost_for_good
 from .job import Job, files_of
 from .players import Asyncio, Blocking
-from .roles import advantage_worker, grouper
+from .roles import advantage_worker, grouper, opened
 from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Violation, draw_scene
 from .strands import Process
 from .world import URL, World
@@ -38,6 +41,8 @@ SCORER: Final = "judge"
 
 #: Seconds of the world after which nothing fails any more.
 CALM_S: Final = 60.0
+#: When an operator looks at the dead letters.
+PURGE_S: Final = 25.0
 #: Seconds in which a run that nothing disturbs ends, beyond the deadline of its groups.
 END_S: Final = 150.0
 #: Seconds in which what is left to do after the end of a run is done.
@@ -105,6 +110,8 @@ class Pipeline:
             for number, plan in enumerate(self.scene.producers):
                 self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
             world.at(self.scene.trainer_late_s, self._start_job)
+            if self.scene.needs:
+                world.at(PURGE_S, lambda: self._supervise("operator", self._purge))
             world.at(CALM_S, self._calm)
             world.at(5.0, self._look)
             for wait in (40.0, 80.0, 120.0):
@@ -227,7 +234,11 @@ class Pipeline:
 
     def _finish_for_the_lost(self) -> None:
         """An operator ends a run whose producers have left unheard, or said so to a server that has lost it since."""
-        finished = [life for life in self.lives if life.finished is not None and life.closed is not None]
+        finished = [
+            life
+            for life in self.lives
+            if life.finished is not None and life.closed is not None and life is self._last_of(life.name)
+        ]
         if (
             not self.ended
             and len(self.done) == len(self.scene.producers)
@@ -238,6 +249,13 @@ class Pipeline:
             )
         ):
             self._supervise("operator", self._finish)
+
+    def _purge(self) -> None:
+        """An operator deletes the dead letters that there are, if the server answers."""
+        run = opened(RUN, self.settings)
+        with suppress(StreamadvError, *RETRYABLE):
+            for dead in list(list_dead(run)):
+                purge(run, dead.group_id)
 
     def _finish(self) -> None:
         with Producer(URL, RUN, settings=self.settings) as producer:

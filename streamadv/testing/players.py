@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import Busy, GroupEndedError, RunEndedError, StreamadvError, TrajectoryError
 from ..trajectory.schema import Trajectory, parse_trajectory
@@ -13,6 +13,10 @@ from .scene import SLOW_S, Group, Life
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
+
+
+#: Of one operation that nobody paces.
+MOST_GROUPS: Final = 8
 
 
 class _Play:
@@ -28,6 +32,7 @@ class _Play:
         """Seconds of one rollout."""
         self.asked = self.world.time
         self.reward: dict[str, Any] = {"reward_later": True} if pipeline.scene.scored else {}
+        self.needed: dict[str, Any] = {"ref_log_probs": [-1.0] * 5} if pipeline.scene.needs else {}
 
     def trajectory(self, group: Group, index: int) -> Trajectory:
         record = {
@@ -44,6 +49,7 @@ class _Play:
             "input_ids": [1, 2, 3, 4, 5],
             "response_mask": [0, 0, 1, 1, 1],
             "rollout_log_probs": [-1.0] * 5,
+            **self.needed,
             **reward,
         }
 
@@ -136,6 +142,29 @@ class Blocking(_Play):
         with suppress(TrajectoryError):
             begun.cancel(len(begun))  # a slot that stays would keep others from admission until the deadline
 
+    def do_touch(self) -> None:
+        """A deadline that is put off."""
+        group = self.pipeline.plan_group(self.prefix)
+        with self.producer.group(2, group_id=group.id) as begun:
+            begun.touch(group.deadline_s)
+            for rollout in begun:
+                self._played(group, rollout)
+
+    def do_score(self) -> None:
+        """The producer brings the rewards after the pushes, where no scorer does."""
+        if not self.pipeline.scene.scored:
+            self.reward = {"reward_later": True}
+        group = self.pipeline.plan_group(self.prefix, whole=self.pipeline.scene.scored)
+        self._pushed(group, (0, 1))
+        if not self.pipeline.scene.scored:
+            for index in range(2):
+                self.producer.score(group.id, index, float(index))
+
+    def do_bare(self) -> None:
+        """A group without the column that the chain may need: then it becomes a dead letter."""
+        self.needed = {}
+        self._pushed(self.pipeline.plan_group(self.prefix, whole=not self.pipeline.scene.needs), (0, 1))
+
     def do_eval(self) -> None:
         self._pushed(self.pipeline.plan_group(self.prefix, role="eval"), (0, 1))
 
@@ -165,7 +194,7 @@ class Asyncio(_Play):
             self.noted(group, result.codes)
             return
 
-    do_later = do_single = do_push
+    do_later = do_single = do_touch = do_score = do_bare = do_push
 
     async def do_many(self) -> None:
         """Tasks at once."""
@@ -214,9 +243,13 @@ class Asyncio(_Play):
     do_cancel = do_groups
 
     async def _iterate(self) -> None:
+        left = MOST_GROUPS
         async for begun in self.producer.groups(2):
             group = self.pipeline.plan_group(begun.group_id, whole=False)
             await self._push_all(group, begun)
+            left -= 1
+            if not left:  # nothing but the cancellation ends an unpaced loop
+                return
 
     async def do_fail(self) -> None:
         group = self.pipeline.plan_group(self.prefix, whole=False)

@@ -14,15 +14,15 @@ from .wire import URL
 
 def grouper(run: str = "default", settings: RunSettings | None = None) -> None:
     """The process that makes groups of rollouts."""
-    run_grouper(_opened(run, settings), doors.Event())
+    run_grouper(opened(run, settings), doors.Event())
 
 
 def advantage_worker(run: str = "default", settings: RunSettings | None = None) -> None:
     """A process that computes advantages."""
-    run_worker(_opened(run, settings), doors.Event(), device="cpu")
+    run_worker(opened(run, settings), doors.Event(), device="cpu")
 
 
-def _opened(name: str, settings: RunSettings | None) -> Run:
+def opened(name: str, settings: RunSettings | None) -> Run:
     """The run, once the server answers: what a worker process does before its loop."""
     connection = Connection(URL)
     outage = Outage("worker", name)

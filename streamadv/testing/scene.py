@@ -18,6 +18,7 @@ Place = tuple[str, int]
 
 OPERATIONS: Final = (
     "push", "push", "push", "single", "many", "group", "run", "groups", "slow", "fail", "cancel", "eval", "later",
+    "touch", "score", "bare",
 )  # fmt: skip
 
 
@@ -92,6 +93,8 @@ class Scene:
     workers: int
     redundancy: int
     scored: bool
+    needs: bool
+    """Whether the chain needs a column, so that groups without it become dead letters."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
 
@@ -136,6 +139,7 @@ def draw_scene(world: World) -> Scene:
         workers=pick("workers", 1, 1, 1, 2),
         redundancy=pick("redundancy", 0, 0, 0, 1),
         scored=pick("scored", False, False, True),
+        needs=pick("needs", False, False, True),
         folder=pick("folder", False, False, True),
     )
 

@@ -1,13 +1,16 @@
 """The trainer queue: each rank plans, fetches and packs its share of a batch.
 
-Read `queue.py` first, the object that a training loop uses, with `supply.py`, how the next batch comes, and `marks.py`,
-what the loop says of its batches. Then `reader.py`, what one rank does for one batch: `results_log.py` (results are
-read), `plan.py` (rows are shared among ranks and micro-batches), `fetch.py` (packets, also ahead, into `memory.py`),
-`delivery.py` (the five steps from computed to delivered), `late_columns.py`, `cut.py`, and `microbatch.py`, what the
-loop gets, with `prompt_response.py`. `references.py` and `delivered.py` make single trajectories for whoever asks.
-`checkpoints.py` saves what the loop has learned, on all ranks `together.py`.
-`arguments.py` checks what the queue is given, `sessions.py` keeps a rank's trainer session and `heartbeat.py` says that
-it is alive, `patience.py` and `wait.py` are how it waits, `report.py` makes the metrics of a batch.
+In reading order:
+
+- `queue.py`: the object that a training loop uses. `supply.py`: waits for the next batch. `marks.py`: what the loop
+  reports, trained and committed. `arguments.py`: checks of the queue's arguments.
+- `reader.py`: one rank's work for one batch. `results_log.py` reads results; `plan.py` shares rows among ranks and
+  micro-batches; `fetch.py` reads packets, also ahead, into `memory.py`; `delivery.py` takes the five steps from
+  computed to delivered, with `late_columns.py` and `cut.py`.
+- `microbatch.py`, `prompt_response.py`, `columns.py`: what the loop receives. `references.py`, `delivered.py`: single
+  trajectories on request. `report.py`: the metrics of a batch.
+- `checkpoints.py`: saves what the loop has learned; `together.py` does it on all ranks.
+- `sessions.py`: a rank's trainer session. `heartbeat.py`: its heartbeat. `patience.py`, `wait.py`: how it waits.
 """
 
 from .. import extras

@@ -1,4 +1,4 @@
-"""Arguments of the trainer queue, checked."""
+"""Checks the arguments of the trainer queue."""
 
 from __future__ import annotations
 

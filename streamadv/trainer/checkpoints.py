@@ -1,7 +1,7 @@
 """Checkpoints: a folder for each version, with the queue's state in a file beside what the training loop saves there.
 
-`folder/<version>` is there whole or not at all. What is not whole, or not needed any more, has a hidden name, by which
-the next checkpoint removes it, whatever has killed the process before.
+`folder/<version>` is whole, or it is not there. A folder that is incomplete or no longer needed has a hidden name.
+The next checkpoint removes such folders, whatever killed the process before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from .. import doors
 from ..batch.progress import Progress
 from ..errors import CheckpointError, SettingError
 from ..messages import log_fields, one_line
@@ -31,12 +32,16 @@ NEW: Final = "new"
 BEGINNING: Final = "beginning"
 
 _VERSION: Final = re.compile(r"0|[1-9][0-9]{0,14}")
-_LEFT: Final = re.compile(r"\.([0-9]+)\.(unfinished|replaced|removed)")
+_LEFT: Final = re.compile(r"\.([0-9]+)\.(unfinished|replaced|removed)(\.[0-9a-f]+)?")
 
 
 def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Write a queue's state, whole or not at all, into the folder of a checkpoint, which is made if need be."""
     checkpoint.mkdir(parents=True, exist_ok=True)
+    _write_state(checkpoint, state)
+
+
+def _write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     unfinished = checkpoint / f".{STATE_FILE}.{os.getpid()}"
     unfinished.write_text(json.dumps(state))
     _sync(unfinished)
@@ -106,20 +111,23 @@ def saving(
     look: raises where this rank may not go on, as another trainer has the run, or another batch is trained elsewhere.
     """
     version, leads = state["version"], together.leads
-    unfinished = _hidden(folder, version, "unfinished")
+    unfinished = _hidden(folder, version, "unfinished")  # rank 0's is the one of all
     together.begin()
     try:
         with together.step() as step:
             step.says = str(version)
             if leads:
+                step.says += f" {unfinished.name}"
                 look()
                 with _told(folder):
                     _begin(folder, state["run"], version)
-        if set(step.heard) != {step.says}:
-            versions = ", ".join(step.heard)
+                    unfinished.mkdir()
+        versions = [said.partition(" ")[0] for said in step.heard]
+        if len(set(versions)) > 1:
             raise SettingError(
-                f"ranks are at versions {versions}: call checkpoint on each after the same batch"
+                f"ranks are at versions {', '.join(versions)}: call checkpoint on each after the same batch"
             )
+        unfinished = folder / step.heard[0].partition(" ")[2]
         with together.step():
             if not leads:  # after rank 0, so that it need not wait for it
                 look()
@@ -130,7 +138,7 @@ def saving(
             if leads:
                 look()  # all ranks have written, maybe for long
                 with _told(folder):
-                    _finish(folder, version, state)
+                    _finish(unfinished, folder, version, state)
                 commit(state)
                 _remove_old(folder, version, keep)
     except BaseException:
@@ -148,7 +156,8 @@ def _versions(folder: Path) -> list[int]:
 
 
 def _hidden(folder: Path, version: int, why: str) -> Path:
-    return folder / f".{version}.{why}"
+    """A name that nobody else has: a trainer that was replaced may still be writing."""
+    return folder / f".{version}.{why}.{doors.random_bytes(4).hex()}"
 
 
 def _left(folder: Path) -> Iterator[tuple[Path, int, str]]:
@@ -166,7 +175,7 @@ def _put_back(folder: Path) -> None:
 
 
 def _begin(folder: Path, run: str, version: int) -> None:
-    """Make the empty folder for the weights; what killed processes have left is removed."""
+    """Have a folder that the checkpoint may go into; what killed processes have left there is removed."""
     folder.mkdir(parents=True, exist_ok=True)
     last = newest(folder)
     if last is not None and (other := read_state(folder / str(last)).get("run")) != run:
@@ -183,13 +192,12 @@ def _begin(folder: Path, run: str, version: int) -> None:
             f"{folder / str(version)} is there and is no checkpoint: give another folder, or remove it"
         )
     _remove_left(folder)
-    _hidden(folder, version, "unfinished").mkdir()
 
 
-def _finish(folder: Path, version: int, state: Mapping[str, Any]) -> None:
+def _finish(unfinished: Path, folder: Path, version: int, state: Mapping[str, Any]) -> None:
     """All that the ranks have saved is on the disk: from the rename on it is the checkpoint."""
-    unfinished, whole = _hidden(folder, version, "unfinished"), folder / str(version)
-    write_state(unfinished, state)
+    whole = folder / str(version)
+    _write_state(unfinished, state)
     if whole.exists():
         whole.rename(_hidden(folder, version, "replaced"))
     unfinished.rename(whole)
@@ -208,9 +216,10 @@ def _remove_old(folder: Path, version: int, keep: int) -> None:
 
 
 def _remove_left(folder: Path) -> None:
-    for path, _, _ in _left(folder):
+    for path, version, _ in _left(folder):
         try:
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            gone = path.rename(_hidden(folder, version, "removed"))  # whole: somebody may still write there
+            gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)
         except OSError as error:
             _warn_of_rest(path, error)
 

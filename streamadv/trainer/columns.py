@@ -1,4 +1,4 @@
-"""Columns as attributes, as every form of a micro-batch has them."""
+"""Columns as attributes, for every form of a micro-batch."""
 
 from __future__ import annotations
 

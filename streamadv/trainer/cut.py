@@ -1,4 +1,4 @@
-"""A rank's packed share, cut into its micro-batches."""
+"""Cuts a rank's packed share into its micro-batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .microbatch import MicroBatch
 from .plan import Share
 from .references import References
 
-#: Extra columns that do not have one value per token: name -> one array for each row of a share.
-RowExtras = Mapping[str, Sequence[Array]]
+#: Extra columns that do not have one value per token: name -> for each row of a share its array, None without one.
+RowExtras = Mapping[str, Sequence[Array | None]]
 
 
-def cut(share: Share, columns: Mapping[str, Tensor], extras: RowExtras) -> list[MicroBatch]:
-    """The micro-batches of a share. columns: [N, ...] in its order."""
+def cut(
+    share: Share, columns: Mapping[str, Tensor], extras: RowExtras, has: Mapping[str, Tensor]
+) -> list[MicroBatch]:
+    """The micro-batches of a share. columns: [N, ...] in its order. has: [rows] bool, of each optional column."""
     members = share.own.members
     tokens = members.rows["tokens"].tolist()
     owner = np.repeat(np.arange(len(members)), members.table["rows"])
@@ -34,6 +36,7 @@ def cut(share: Share, columns: Mapping[str, Tensor], extras: RowExtras) -> list[
                 References(share.own, owner[rows]),
                 {name: [arrays[row] for row in numbers] for name, arrays in extras.items()},
                 row_numbers[rows].tolist(),
+                {name: which[torch.from_numpy(rows)] for name, which in has.items()},
             )
         )
     return micro_batches

@@ -1,4 +1,4 @@
-"""A rank's share trajectory by trajectory: for whoever writes them to a file, not for a training loop."""
+"""A rank's share as single trajectories, for code that writes them to a file; a training loop needs none of it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def delivered(fetched: FetchedShare, outputs: Mapping[str, Tensor], k: int) -> l
     }
     found = []
     for member, (reference, span) in enumerate(zip(References(own), bounds, strict=True)):
-        payload = payloads[int(own.packet[member])][int(own.position[member])]
-        payload = replace(payload, columns={**_slices(pushed, *span), **payload.columns})
+        number = int(own.packet[member])
+        payload = payloads[number][int(own.position[member])]
+        columns = {name: pushed[name] for name in own.packets[number].columns if name in pushed}
+        payload = replace(payload, columns={**_slices(columns, *span), **payload.columns})
         found.append(Delivered(reference, payload, _slices(made, *span), reference.staleness(k)))
     return found
 

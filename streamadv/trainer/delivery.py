@@ -1,4 +1,4 @@
-"""From a computed batch to what one rank trains on, in five steps: plan, fetch, pack, late, cut."""
+"""From a computed batch to one rank's share, in five steps: plan, fetch, pack, late, cut."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class PackedShare:
     batch: PackedBatch  # rewards as shaped so far
     columns: Mapping[str, Tensor]  # [N]: pushed ones, the workers' and late ones
     indices: Mapping[str, Tensor]  # [N]: those of `columns` that torch indexes with, in dtypes that it takes
-    extras: Mapping[str, Tensor]  # pushed columns per token that the library does not interpret, [N, ...]
+    extras: Mapping[str, Tensor]  # pushed columns per token that no step of a chain reads, [N, ...]
     row_extras: RowExtras
+    has: Mapping[str, Tensor]  # [rows], of the columns that a part of the batch lacks
     results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
 
 
@@ -97,9 +98,13 @@ def _pack(
     device: torch.device,
     memory: ColumnMemory,
 ) -> PackedShare:
-    """The share end to end, with every known column per token. Raises UndecodableGroupError for wrong results."""
+    """The share end to end, with every known column that all have. Raises UndecodableGroupError for wrong results."""
     share = fetched.share
-    known = {name: column for name, column in fetched.columns.items() if name in TOKEN_COLUMNS}
+    known = {
+        name: column
+        for name, column in fetched.columns.items()
+        if name in TOKEN_COLUMNS and name not in fetched.optional
+    }
     extras = {
         name: column.to(device, non_blocking=True)
         for name, column in fetched.columns.items()
@@ -116,7 +121,13 @@ def _pack(
         per_token, suspect = _results_per_token(batch, results, share, memory)
         _check_finite(batch, share, suspect, outputs)
     indices = as_indices(batch.columns, memory)
-    return PackedShare(share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), per_token)
+    extras = {
+        name: column for name, column in extras.items() if name not in batch.columns
+    }  # a worker has made it
+    has = {name: rows for name, rows in fetched.has().items() if name not in batch.columns}
+    return PackedShare(
+        share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), has, per_token
+    )
 
 
 def _results_per_token(
@@ -176,9 +187,10 @@ def _run_late_part(
     record, metrics = computed.record, None
     columns, indices, results = dict(packed.columns), dict(packed.indices), dict(packed.results)
     extras = {name: column for name, column in packed.extras.items() if name not in late}
+    has = {name: rows for name, rows in packed.has.items() if name not in late}
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
         all_columns = {**columns, **packed.indices, **packed.extras}
-        columns |= make_late_columns(late, packed.share, all_columns, packed.row_extras)
+        columns |= make_late_columns(late, packed.share, all_columns, packed.row_extras, packed.has)
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
             _check_scope(chain, record, world_size)
@@ -203,7 +215,8 @@ def _run_late_part(
     if "advantages" in results:
         results.setdefault("returns", results["advantages"])
     columns |= results
-    return replace(packed, columns=columns, indices=indices, extras=extras, results=results), metrics
+    done = replace(packed, columns=columns, indices=indices, extras=extras, has=has, results=results)
+    return done, metrics
 
 
 def _with_untrained(batch: PackedBatch, share: Share, results: BatchResults) -> tuple[PackedBatch, Tensor]:
@@ -254,7 +267,7 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
         version=record.k,
         id=record.id,
         micro_batches=cut(
-            packed.share, {**packed.columns, **packed.indices, **packed.extras}, packed.row_extras
+            packed.share, {**packed.columns, **packed.indices, **packed.extras}, packed.row_extras, packed.has
         ),
         num_tokens=int(trained.members.table["trainable"].sum()),
         num_rows=len(trained.members.rows),

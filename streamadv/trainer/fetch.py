@@ -1,7 +1,7 @@
 """Payloads of one rank's trajectories: fetched when they are due, or read ahead.
 
-A thread reads the payloads of the next batch ahead while the trainer works on the one before. They are neither
-delivered nor counted: if the batch comes out differently (a group died, the server was another one), its payloads are
+A thread reads the payloads of the next batch ahead while the trainer works on the current one. They are neither
+delivered nor counted. If the batch comes out differently (a group died, a server was replaced), its payloads are
 fetched when they are due. So are payloads that the thread could not read: `fetch` then meets the error itself.
 """
 
@@ -62,8 +62,8 @@ Problems = dict[tuple[str, int], str]  # by (group_id, rollout_index)
 class FetchedShare:
     """What the server has of a rank's trajectories.
 
-    Columns per token that all packets of the batch have lie end to end, in the order of the share: each packet's are
-    copied there as soon as they have come. What else a packet has stays as it came.
+    Columns per token lie end to end, in the order of the share: each packet's are copied there as soon as they have
+    come, and a packet that lacks one leaves 0. What else a packet has stays as it came.
     """
 
     def __init__(self, run: Run, share: Share, memory: ColumnMemory) -> None:
@@ -74,16 +74,20 @@ class FetchedShare:
         self.headers: dict[int, bytes] = {}  # likewise
         self._pieces, self._tokens = share.own.pieces(), share.own.packet_tokens
         self.missing = list(self._pieces)  # packets that are yet to be read
-        common = _kinds(run, share)
-        kinds = {name: kind for name, kind in common.items() if kind.per_token}
-        self._row_extras = common.keys() - kinds.keys()
-        widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
-        self._token_bytes = sum(widths.values())
+        known, common = _kinds(run, share)
+        #: Columns that a part of the batch lacks, on whatever rank.
+        self.optional = frozenset(known.keys() - common)
+        kinds = {name: kind for name, kind in known.items() if kind.per_token}
+        self._row_extras = known.keys() - kinds.keys()
+        self._widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
         self._check_sizes()
         for name, kind in kinds.items():
-            self.columns[name] = memory.column(share.own.num_tokens, kind.dtype, kind.shape)
+            column = memory.column(share.own.num_tokens, kind.dtype, kind.shape)
+            self.columns[name] = column.zero_() if name in self.optional else column
         #: Where the columns' bytes go, and bytes of a token.
-        self._places = {name: (_bytes_of(column), widths[name]) for name, column in self.columns.items()}
+        self._places = {
+            name: (_bytes_of(column), self._widths[name]) for name, column in self.columns.items()
+        }
         self._is_right = False  # all values were checked
 
     def is_of(self, share: Share) -> bool:
@@ -148,18 +152,28 @@ class FetchedShare:
         self._is_right = not problems and not self.missing
         return problems
 
-    def row_extras(self) -> dict[str, list[Array]]:
-        """Columns not per token that all packets of the batch have: name -> an array for each row of the share."""
-        own, extras = self.share.own, {name: list[Array]() for name in self._row_extras}
+    def has(self) -> dict[str, Tensor]:
+        """Of each optional column: [rows of the share] bool, which rows have it."""
+        own = self.share.own
+        packet = np.repeat(own.packet, own.members.table["rows"])
+        found = {}
+        for name in sorted(self.optional):
+            packets_with = np.array([name in each.columns for each in own.packets], np.bool_)
+            found[name] = torch.from_numpy(packets_with[packet])
+        return found
+
+    def row_extras(self) -> dict[str, list[Array | None]]:
+        """Columns not per token: name -> an array for each row of the share, None where it was pushed without."""
+        own, extras = self.share.own, {name: list[Array | None]() for name in self._row_extras}
         for name, arrays in extras.items():
             for number, position in zip(own.packet.tolist(), own.position.tolist(), strict=True):
-                arrays += rows_of(own.packets[number], name, self.others[number][name], position)
+                arrays += rows_of(own.packets[number], name, self.others[number].get(name), position)
         return extras
 
     def _check_sizes(self) -> None:
         own, problems = self.share.own, dict[tuple[str, int], str]()
         for number in self.missing:
-            if self._tokens[number] * self._token_bytes > own.packets[number].size:
+            if self._bytes_of_columns(number) > own.packets[number].size:
                 text = "columns are larger than the payload"
                 problems |= self._problems(np.flatnonzero(own.packet == number), text)
         if problems:
@@ -186,9 +200,9 @@ class FetchedShare:
         return read
 
     def _is_plain(self, number: int) -> bool:
-        """Whether a packet has these columns alone, and its members lie together."""
+        """Whether a packet has columns per token alone, and its members lie together."""
         start, stop, _ = self._pieces[number][0]
-        has_place = self._places.keys() == set(self.share.own.packets[number].columns)
+        has_place = self._places.keys() >= set(self.share.own.packets[number].columns)
         return (
             has_place
             and stop - start == self._tokens[number]
@@ -197,12 +211,18 @@ class FetchedShare:
 
     def _header_size(self, number: int) -> int:
         """Bytes of a plain packet beside its columns."""
-        return self.share.own.packets[number].size - self._tokens[number] * self._token_bytes
+        return self.share.own.packets[number].size - self._bytes_of_columns(number)
+
+    def _bytes_of_columns(self, number: int) -> int:
+        """Of a packet's columns per token."""
+        names = self.share.own.packets[number].columns
+        return self._tokens[number] * sum(self._widths.get(name, 0) for name in names)
 
     def _columns_of(self, number: int) -> dict[str, memoryview]:
         """Where the columns of a plain packet belong."""
-        start, stop, _ = self._pieces[number][0]
-        return {name: column[start * width : stop * width] for name, (column, width) in self._places.items()}
+        (start, stop, _), places = self._pieces[number][0], self._places
+        names = self.share.own.packets[number].columns
+        return {name: places[name][0][start * places[name][1] : stop * places[name][1]] for name in names}
 
     def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
         """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
@@ -324,17 +344,16 @@ class ReadAhead:
             self._error = error
 
 
-def _kinds(run: Run, share: Share) -> dict[str, ColumnKind]:
-    """Columns that every trajectory trained on was pushed with, on whatever rank it is."""
+def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
+    """Columns that trajectories trained on were pushed with, on whatever rank they are; and those that all have."""
     packets = [share.trained.packets[number] for number in np.unique(share.trained.packet).tolist()]
     names = [set(columns) for columns in {packet.columns for packet in packets}]
-    common = sorted(set.intersection(*names)) if names else []
     know_columns(run, names)
     kinds = {}
-    for name in common:
+    for name in sorted(set().union(*names)):
         with suppress(WireError):  # each packet with such a column will be refused
             kinds[name] = column_kind(name, run.manifest.columns)
-    return kinds
+    return kinds, set.intersection(*names) if names else set()
 
 
 def _bytes_of(column: Tensor) -> memoryview:
@@ -363,8 +382,10 @@ def _problem(name: str, array: Array) -> str | None:
     return None
 
 
-def rows_of(packet: StoredPacket, name: str, column: Array, position: int) -> list[Array]:
-    """The rows of the member at `position`, of a column not per token."""
+def rows_of(packet: StoredPacket, name: str, column: Array | None, position: int) -> list[Array | None]:
+    """The rows of the member at `position`, of a column not per token. column: None if the packet lacks it."""
+    if column is None:
+        return [None] * int(packet.members.table["rows"][position])
     bounds = offsets(packet.members.entries[name]).tolist()
     first, last = packet.members.first_row[position : position + 2].tolist()
     return [column[start:stop] for start, stop in pairwise(bounds[first : last + 1])]

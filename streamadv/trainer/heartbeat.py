@@ -1,4 +1,4 @@
-"""The heartbeat of one rank of a training job: a thread says that it is alive, however long a step takes."""
+"""The heartbeat of one rank of a training job: a thread sends it, however long a step takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..run.ranks import BEAT_S, Doing, RankReport
 from ..store.retry import SERVER_ERRORS
 from .plan import Rank
 
-#: Between two looks at whether something has changed.
+#: Seconds between two checks for a change.
 LOOK_S: Final = 1.0
 #: Seconds that `close` waits for a heartbeat under way.
 CLOSE_S: Final = 1.0

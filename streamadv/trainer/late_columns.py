@@ -1,4 +1,4 @@
-"""Late columns: those that a user's function makes with the weights being trained, instead of a producer."""
+"""Late columns: a user's function makes them with the weights being trained, instead of a producer."""
 
 from __future__ import annotations
 
@@ -47,17 +47,22 @@ def check_late(late: Mapping[str, LateColumn] | None) -> dict[str, LateColumn]:
 
 
 def make_late_columns(
-    suppliers: Mapping[str, LateColumn], share: Share, columns: Mapping[str, Tensor], extras: RowExtras
+    suppliers: Mapping[str, LateColumn],
+    share: Share,
+    columns: Mapping[str, Tensor],
+    extras: RowExtras,
+    has: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Call each supplier on every micro-batch of a rank's packed share: name -> [N] float32, in packed order.
 
-    columns, extras: see `cut`. Rows that are in no micro-batch keep 0: nobody trains on them. Raises LateColumnError.
+    columns, extras, has: see `cut`. Rows that are in no micro-batch keep 0: nobody trains on them. Raises
+    LateColumnError.
     """
     if not suppliers:
         return {}
     mask = columns["response_mask"]
     made = {name: torch.zeros(len(mask), device=mask.device) for name in suppliers}
-    for spans, micro_batch in zip(token_spans(share), cut(share, columns, extras), strict=True):
+    for spans, micro_batch in zip(token_spans(share), cut(share, columns, extras, has), strict=True):
         for name, supplier in suppliers.items():
             values = late_values(name, supplier, micro_batch)
             parts = torch.split(values, [stop - start for start, stop in spans])

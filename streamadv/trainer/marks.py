@@ -1,4 +1,4 @@
-"""What the training loop says of its batches: trained on, held in a saved checkpoint."""
+"""What the training loop reports about its batches: trained on, and held in a saved checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of columns, used again for the next batch once nobody refers to it."""
+"""Memory of columns, reused for the next batch once nothing refers to it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What a training loop gets: a batch of micro-batches, packed or padded."""
+"""What a training loop receives: a batch of micro-batches, packed or padded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,12 @@ from .references import References
 class PaddedBatch(Columns):
     """The columns of a micro-batch as [R, T]: one row each, right padded with 0 to the longest of T tokens.
 
-    `attention_mask` [R, T] bool is true on tokens; `position_ids` [R, T] int64 count from 0.
+    `attention_mask` [R, T] bool is true on tokens; `position_ids` [R, T] int64 count from 0. `has`: see `MicroBatch`.
     """
+
+    def __init__(self, columns: Mapping[str, Tensor], has: Mapping[str, Tensor]) -> None:
+        super().__init__(columns)
+        self.has = dict(has)
 
     def __repr__(self) -> str:
         shape = tuple(self.columns["attention_mask"].shape)
@@ -37,10 +42,11 @@ class MicroBatch(Columns):
 
     Always present: `input_ids` int64, `response_mask` bool (true = trained on), `advantages` and `returns` float32,
     unless the chain makes none. torch indexes with these dtypes (`logits.gather(-1, mb.input_ids[:, None])`,
-    `values[mb.response_mask]`); what travels and is stored is int32 and uint8. Further columns are those that every
-    trajectory of the batch was pushed with (`rollout_log_probs`, `ref_log_probs`, `values` ... float32, extra columns
+    `values[mb.response_mask]`); what travels and is stored is int32 and uint8. Further columns are those that
+    trajectories were pushed with (`rollout_log_probs`, `ref_log_probs`, `values` ... float32, extra columns
     in their own dtype), late columns (float32), and what the chain adds (`rollout_is_weights`, `sample_weights` ...
-    float32).
+    float32). One that only a part of the batch was pushed with is there too (`optional`): `has[name]` says which rows
+    have it, the others read 0.
 
     `columns` has all of them by name, `extras` the columns without a value per token. `cu_seqlens` bounds the rows,
     `row_lengths` are their tokens; `references`, `row_numbers` and `version_spans` say which row of which trajectory
@@ -57,18 +63,24 @@ class MicroBatch(Columns):
     """Tokens of each row, R numbers on the host."""
     row_numbers: list[int]
     """The number of each row in its trajectory: with `references` it names a row. 0 where trajectories have one."""
-    extras: dict[str, list[Array]]
-    """Extra columns that do not have one value per token: name -> one numpy array for each row."""
+    extras: dict[str, list[Any]]
+    """Extra columns that do not have one value per token: name -> one numpy array for each row, None without it."""
+    optional: frozenset[str]
+    """Columns that some trajectory of the batch lacks, on whatever rank it is."""
 
     def __init__(
         self,
         columns: Mapping[str, Tensor],
         row_lengths: Sequence[int],
         references: Iterable[Reference],
-        extras: Mapping[str, list[Array]],
+        extras: Mapping[str, list[Any]],
         row_numbers: Sequence[int] | None = None,
+        has: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """references: kept as it is until `references` is asked for, so it may make them only then."""
+        """references: kept as it is until `references` is asked for, so it may make them only then.
+
+        has: of each optional column, [R] bool.
+        """
         super().__init__(columns)
         device = next(iter(columns.values())).device if columns else torch.device("cpu")
         lengths = torch.tensor(row_lengths, dtype=torch.int64, device=device)
@@ -78,12 +90,21 @@ class MicroBatch(Columns):
         self.row_numbers = [0] * len(row_lengths) if row_numbers is None else list(row_numbers)
         self._references = references
         self.extras = dict(extras)
+        self._has = dict(has or {})
+        self.optional = frozenset(self._has)
 
     def __repr__(self) -> str:
         return (
             f"MicroBatch(rows={self.num_rows}, tokens={self.num_tokens}, device={str(self.cu_seqlens.device)!r}, "
             f"columns={list(self.columns)}, extras={list(self.extras)})"
         )
+
+    @cached_property
+    def has(self) -> dict[str, Tensor]:
+        """[R] bool on the columns' device, by name of a column or of one of `extras`: the rows that have it."""
+        every = torch.ones(self.num_rows, dtype=torch.bool)
+        which = {name: self._has.get(name, every) for name in (*self.columns, *self.extras)}
+        return {name: rows.to(self.cu_seqlens.device) for name, rows in which.items()}
 
     @cached_property
     def references(self) -> list[Reference]:
@@ -122,7 +143,7 @@ class MicroBatch(Columns):
         padded = {}
         for name, values in {**self.columns, "position_ids": self.position_ids}.items():
             padded[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
-        return PaddedBatch({**padded, "attention_mask": mask})
+        return PaddedBatch({**padded, "attention_mask": mask}, self.has)
 
     def prompt_response(self, pad_id: int = 0) -> PromptResponse:
         """The rows as prompts, padded on the left, and responses, padded on the right, both with the id `pad_id`.
@@ -147,7 +168,7 @@ def as_indices(columns: Mapping[str, Tensor], memory: ColumnMemory) -> dict[str,
 def with_other_columns(micro_batch: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
     """The same rows with `columns` instead of their own."""
     mb = micro_batch
-    return MicroBatch(columns, mb.row_lengths, mb._references, mb.extras, mb.row_numbers)
+    return MicroBatch(columns, mb.row_lengths, mb._references, mb.extras, mb.row_numbers, mb._has)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Who trains on what: a batch's rows split over ranks and micro-batches, as a pure function.
+"""Splits a batch's rows over ranks and micro-batches, as a pure function.
 
-Every rank computes the same plan from the same member tables, so nothing has to be agreed on over the network, and
-another world size after a restart simply plans again.
+Every rank computes the same plan from the same member tables. So ranks need not agree over the network, and a job
+with another world size after a restart simply plans again.
 """
 
 from __future__ import annotations

@@ -31,10 +31,13 @@ class PromptResponse(Columns):
 
     rows: Tensor
     """[B] int64: the row of the micro-batch, for `references`, `row_numbers` and `version_spans`."""
+    has: dict[str, Tensor]
+    """[B] bool, by name of a column of the micro-batch: the rows that have it."""
 
-    def __init__(self, columns: dict[str, Tensor], rows: Tensor) -> None:
+    def __init__(self, columns: dict[str, Tensor], rows: Tensor, has: dict[str, Tensor]) -> None:
         super().__init__(columns)
         self.rows = rows
+        self.has = has
 
     def __repr__(self) -> str:
         prompts, responses = (tuple(self.columns[name].shape) for name in ("prompt_ids", "response_ids"))
@@ -76,7 +79,8 @@ def prompt_response(micro_batch: MicroBatch, pad_id: int) -> PromptResponse:
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0) * attention_mask,
     }
-    return PromptResponse(made, rows)
+    has = {name: which[rows] for name, which in micro_batch.has.items()}
+    return PromptResponse(made, rows, has)
 
 
 def _longest(lengths: Tensor) -> int:

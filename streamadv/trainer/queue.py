@@ -1,13 +1,14 @@
-"""The trainer queue: what a training job iterates over, and what tells the pipeline what was trained.
+"""The trainer queue: a training job iterates over it, and tells the pipeline through it what was trained.
 
-It is a log read by rank, not a work queue: rank 0 names batches, every rank reads the same record and takes its
-part of the same plan. The trainer's checkpoint decides what was trained: `checkpoint` saves its state with the
+It is a log read by rank, not a work queue: rank 0 names batches, every rank reads the same record and takes its part
+of the same plan. The trainer's checkpoint decides what was trained: `checkpoint` saves the queue's state with the
 weights and commits, `resume` goes on from there.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,6 +172,7 @@ class TrainerQueue(IterableDataset[Batch]):
         )
         self._marks = Marks(run, self._sessions, self._progress, rank == 0, mark, commit)
         self._together = Together(run, self._rank, self._sessions.number, self._pause)
+        self._saves = threading.Lock()  # held for a checkpoint, never waited for
         self._lock = doors.RLock()  # held for each step, not while `next_batch` waits
         limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, naming.min_groups)
         self._supply = Supply(
@@ -310,15 +312,21 @@ class TrainerQueue(IterableDataset[Batch]):
             folder: of one run; is made if need be. What has other names than numbers in it is left alone.
             keep: checkpoints that stay, at least 1.
 
-        Raises SettingError for a folder of another run, with a later checkpoint or without a process group for several
-        ranks, CheckpointError if the disk or another rank fails, BatchLostError and EpochFencedError.
+        Raises SettingError for a folder of another run, with a later checkpoint, inside another block of this queue or
+        without a process group for several ranks, CheckpointError if the disk or another rank fails, BatchLostError and
+        EpochFencedError.
         """
         if not is_whole(keep, 1):
             raise SettingError(f"keep is {brief(keep)}, needs a whole number from 1 on")
         state = self.state_dict()
         self._marks.warn_of_current()
-        with saving(Path(folder), keep, state, self._together, self._look, self.commit) as path:
-            yield path
+        if not self._saves.acquire(blocking=False):
+            raise SettingError("a checkpoint is being saved: leave its block before the next one")
+        try:
+            with saving(Path(folder), keep, state, self._together, self._look, self.commit) as path:
+                yield path
+        finally:
+            self._saves.release()
 
     def resume(self, folder: str | Path) -> Path | None:
         """Go on from the newest checkpoint in `folder`, as `load_state_dict`. Returns its path, to load the weights.

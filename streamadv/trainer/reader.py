@@ -1,4 +1,4 @@
-"""From the record of the next batch to the batch itself, on one rank: collect results, read payloads, deliver."""
+"""From the record of the next batch to the batch itself, on one rank: collects results, reads payloads, delivers."""
 
 from __future__ import annotations
 

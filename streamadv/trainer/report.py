@@ -1,6 +1,6 @@
 """The figures of a batch: `batch.metrics`, which a training loop logs, and the metrics of the process.
 
-Everything here works on the arrays of a batch's layout, whatever the number of trajectories.
+All functions here work on the arrays of a batch's layout, whatever the number of trajectories.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The results logs of a run's shards, as one rank reads them: each entry once, in order."""
+"""Reads the results logs of a run's shards for one rank: each entry once, in order."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .plan import Rank
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at whether the server has the manifest that this job knows.
-KEEP_UP_S: Final = 1.0
+REFRESH_S: Final = 1.0
 
 
 class Sessions:
@@ -58,9 +58,7 @@ class Sessions:
         self._is_stale = False  # its servers were replaced
         self._heartbeat = Heartbeat(rank, progress)
         self._is_checked = False  # the server has accepted this process once
-        self._is_to_tell = (
-            False  # that it went on after the last commit; a checkpoint may be loaded before the first batch
-        )
+        self._warns_of_history = False  # at the first batch, unless a checkpoint is loaded before
 
     def current(self) -> Session:
         """The session, whatever servers it began on."""
@@ -73,7 +71,7 @@ class Sessions:
         time" in docs/concepts/guarantees.md.
         """
         if self._run is not None:
-            self._run.keep_up(KEEP_UP_S)
+            self._run.refresh_if_changed(REFRESH_S)
         if self._session is not None and not self._is_stale and not self._session.has_same_servers():
             self.progress.servers_replaced()
             self._is_stale = True
@@ -87,9 +85,9 @@ class Sessions:
         if self._rank.number == 0 and undo_other_chains(session.run, self.naming, self.progress):
             self._session = None
             session = self._begin()
-        if self._is_to_tell:
-            self._is_to_tell = False
-            self._say_where_it_begins()
+        if self._warns_of_history:
+            self._warns_of_history = False
+            self._warn_of_history()
         return session
 
     def stored_versions(self) -> tuple[int, int]:
@@ -101,7 +99,7 @@ class Sessions:
     def end(self) -> None:
         """Begin anew at the next call: the progress was set back to a checkpoint."""
         self._log_drops()
-        self._session, self._is_to_tell = None, False
+        self._session, self._warns_of_history = None, False
 
     def close(self) -> None:
         """Say that this rank leaves the run."""
@@ -119,14 +117,14 @@ class Sessions:
             self.progress.job = self.progress.job or self._find_job() or random_job()
             begins = self.progress.began is None
             session = take_over(run, self.naming, self.progress)
-            self._is_to_tell = self._is_to_tell or begins
+            self._warns_of_history = self._warns_of_history or begins
         else:
             session = join(run, self.naming, self.progress, self._job_key())
         self._session, self._is_stale = session, False
         self._heartbeat.start(session)
         return session
 
-    def _say_where_it_begins(self) -> None:
+    def _warn_of_history(self) -> None:
         """A run with history and no checkpoint loaded: the weights may not be those that the run has trained."""
         version = self.progress.version
         if not version:

@@ -1,4 +1,4 @@
-"""How the next batch comes to one rank: it waits for it, delivers it, and says why there is none."""
+"""Supplies the next batch to one rank: waits for it, delivers it, and says why there is none."""
 
 from __future__ import annotations
 

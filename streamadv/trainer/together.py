@@ -1,8 +1,8 @@
 """Steps that the ranks of a job take together, through the key-value store of their process group.
 
-In each step every rank says something, and rank 0 decides: it hears all, and writes what came of the step. So all ranks
-end a step in the same way. No collective call: any backend will do, and a rank that fails in its part of a step says so
-while others are in theirs.
+In each step every rank reports, and rank 0 decides: it reads all reports and writes the outcome. So all ranks end a
+step in the same way. There is no collective call: any backend will do, and a rank that fails in its part of a step
+can report that while the others are in theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting for news: new results, or enough groups for another batch."""
+"""Waits for news: new results, or enough groups for another batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import clock
 from ..batch.session import Session
 from .results_log import ResultsLog
 
-#: How long rank 0 leaves the groups logs alone at most, in seconds.
+#: Longest pause of rank 0 between two reads of the groups logs, in seconds.
 REST_S: Final = 0.1
 
 
@@ -43,7 +43,7 @@ class GroupPolls:
         came = self._missing - missing
         self.are_coming = came > 0
         rest_s = missing * (now - self._looked) / came if self.are_coming else REST_S * missing
-        # Should they come faster from now on, little of a batch is not waited for long.
+        # Cap the rest: groups may come faster from now on.
         self._looked, self._missing, self._due = now, missing, now + min(REST_S, 4 * REST_S * missing, rest_s)
         return False
 

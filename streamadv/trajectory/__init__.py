@@ -1,8 +1,12 @@
 """What travels: the trajectory, its stored form, and the files it is read from. No Redis, no torch.
 
-`columns` names and checks arrays, `fields` and `schema` are the pydantic model over them. `packet_encoding` makes
-packets of trajectories whose fields are `checked`, by the model or by a producer. What a packet stores is read in two
-parts: the numbers of its members, which pass through streams (`members`, `member_table`), and the columns beside them
-(`packet`); `listing` has the numbers in words, `versions` maps other programs' counters. `reference` and `payload` are
-a single trajectory's, for users. `interchange` reads and writes JSON lines; `adapters` reads recordings of other tools.
+- `columns` names and checks arrays; `names` finds misspelt names. `fields` and `schema` are the pydantic model on
+  top.
+- `checked` is a trajectory with checked fields, from the model or from a producer. `packet_encoding` makes packets of
+  such trajectories.
+- Readers see a packet in two parts: the numbers of its members, which pass through streams (`members`,
+  `member_table`), and its columns (`packet`). `listing` prints the numbers; `versions` maps counters of other
+  programs.
+- `reference` and `payload` show users a single trajectory.
+- `interchange` reads and writes JSON lines; `adapters` reads recordings of other tools.
 """

@@ -1,4 +1,4 @@
-"""A trajectory as the encoder takes it: its checked fields, of a validated `Trajectory` or read from a record."""
+"""A trajectory as the encoder takes it: checked fields, from a validated `Trajectory` or from a plain record."""
 
 from __future__ import annotations
 

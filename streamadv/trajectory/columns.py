@@ -1,7 +1,7 @@
-"""Columns: the names the library interprets with their dtypes, and the checks of arrays.
+"""Columns: the names and dtypes that the library interprets, and the checks of arrays.
 
-A column belongs to a row and holds one value per token: position t describes token t itself (no shift by one). Only an
-extra column may state otherwise. Arrays are numpy: torch appears only in rooms that compute.
+A column belongs to a row and holds one value per token: position t describes token t itself (no shift by one). Only
+an extra column may state otherwise. Arrays are numpy: torch appears only in rooms that compute.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..messages import one_line
 
 #: dtype of every column that the library interprets, in the order of writing.
 KNOWN_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
@@ -221,13 +223,17 @@ def _numeric(value: Any) -> Array:
     if type(value) is np.ndarray and value.dtype.kind in "biuf":
         return value
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
-        value = value.detach().cpu()
         try:
+            value = value.detach().cpu()
             value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
         except TypeError:
             raise ValueError(
                 f"has dtype {value.dtype}, which numpy has not: cast it, such as by .float()"
             ) from None
+        except RuntimeError as error:
+            raise _unreadable(error) from None
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise ValueError("has masked values, needs numbers: fill them")
     kinds = _check_nesting(value, MAX_DIMENSIONS) if isinstance(value, list | tuple) else set()
     try:
         array = np.asarray(value)
@@ -237,11 +243,17 @@ def _numeric(value: Any) -> Array:
         raise ValueError("is ragged, needs lists of equal length") from error
     except OverflowError as error:
         raise ValueError("holds whole numbers that share no 64-bit type") from error
+    except Exception as error:  # what tensors in a list raise, or an object's own `__array__`
+        raise _unreadable(error) from None
     if array.size == 0 and isinstance(value, list | tuple):
         array = array.astype(np.int64)
     if array.dtype.kind not in "biuf":
         raise NoArrayError(f"holds {array.dtype} values, needs numbers")
     return array
+
+
+def _unreadable(error: Exception) -> ValueError:
+    return ValueError(f"cannot be read ({one_line(str(error))}), needs numbers, an array or one tensor")
 
 
 def _check_nesting(value: Sequence[Any], depth: int) -> set[type]:

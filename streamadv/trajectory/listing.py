@@ -1,4 +1,4 @@
-"""Member tables in words, for people: dead letters, notes about foreign data, findings of an audit."""
+"""Prints member tables for people: dead letters, notes about foreign data, findings of an audit."""
 
 from __future__ import annotations
 

@@ -47,12 +47,14 @@ from .members import (
     join_steps,
     offsets,
 )
-from .schema import MAX_GROUP_SIZE, MAX_ROWS, MAX_STEPS, Row
+from .packet import MAX_PACKET_MEMBERS
+from .schema import MAX_GROUP_SIZE, MAX_REWARDS, MAX_ROWS, MAX_STEPS, Row
 
 MAX_ROW_TOKENS: Final = 1 << 27
 #: Fewest stored bytes of a token: the two columns that every row has.
 MIN_TOKEN_BYTES: Final = sum(KNOWN_COLUMNS[name].itemsize for name in REQUIRED_COLUMNS)
-MAX_NAMED_REWARDS: Final = 256
+#: Each member of a packet may have its own.
+MAX_NAMED_REWARDS: Final = MAX_PACKET_MEMBERS * MAX_REWARDS
 
 _HEAD: Final = struct.Struct("<IIII")
 _SIZE_BYTES: Final = 4  # of the first field

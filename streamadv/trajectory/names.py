@@ -1,6 +1,6 @@
-"""Names of columns that a caller surely or probably meant otherwise: other frameworks' names, and typing errors.
+"""Finds column names that the caller probably meant otherwise: names of other frameworks, and typing errors.
 
-An extra column may have any name, so a misspelt one would travel to the trainer unnoticed, and fail there.
+An extra column may have any name, so a misspelt name would travel to the trainer unnoticed and fail there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,16 @@ _FIELDS: Final = (
 #: What a micro-batch or one of its layouts has under these names would hide a column.
 TAKEN_NAMES: Final = frozenset(
     (
-        *("position_ids", "cu_seqlens", "row_lengths", "row_numbers", "references", "version_spans"),
+        *(
+            "position_ids",
+            "cu_seqlens",
+            "row_lengths",
+            "row_numbers",
+            "references",
+            "version_spans",
+            "has",
+            "optional",
+        ),
         *("num_rows", "num_tokens", "columns", "extras", "padded", "prompt_response", "prompt_mask"),
         "response_attention_mask",
     )

@@ -1,8 +1,9 @@
-"""Packets: what one push call brings of one group, encoded for the server; and the columns that readers get back.
+"""A packet: the trajectories of one group that one push sends together, and how to read its columns.
 
-A packet's trajectories have the same columns, and all of them a reward or none. Its payload is one hash: a field for
-each column, the raw little-endian bytes of all members' rows end to end, and a `header`, JSON that only readers of
-whole trajectories parse. Rollouts that ended without a usable trajectory make a packet without a payload.
+A packet's trajectories have the same columns, and either all or none of them have a reward. Its payload is one hash:
+a field for each column, with the raw little-endian bytes of all members' rows end to end, and a `header`, JSON that
+only readers of whole trajectories parse. Rollouts that ended without a usable trajectory make a packet without a
+payload.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..messages import brief
 from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values, count_ones
 from .members import Members, offsets
 
-#: Of one packet; a single larger trajectory is a packet of its own.
+#: Size limits of a packet; a single larger trajectory is a packet of its own.
 MAX_PACKET_MEMBERS: Final = 64
 MAX_PACKET_BYTES: Final = 256 << 10
 #: A column of this many bytes is not copied before it is sent.

@@ -1,4 +1,4 @@
-"""From trajectories to packets: which of them travel together, and the bytes that are sent."""
+"""Makes packets from trajectories: decides which trajectories share a packet, and encodes the bytes to send."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .packet import (
 )
 from .schema import Column, Role
 
-#: Of the header of a payload.
+#: Size limit of a payload's header.
 MAX_HEADER_BYTES: Final = 1 << 20
 _MEMBERS: Final = b',"members":['  # before the members' parts; no text in the JSON before holds a bare quote
 
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     rollout_index: int
     position: int  # among the records of the push
     line: str  # of `Packet.members`
-    kind: object = None  # equal for those that may share a packet
+    kind: object = None  # parts with equal kinds may share a packet
     size: int = 0  # bytes of columns and header
     columns: Mapping[str, Array] = {}  # rows end to end; empty without a payload
     head: bytes = b""  # of the packet's header

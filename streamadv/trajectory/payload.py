@@ -1,7 +1,7 @@
-"""The payload as readers of whole trajectories have it: scorers, `consume`, `batch.delivered`.
+"""Reads a payload as whole trajectories, for scorers, `consume` and `batch.delivered`.
 
-A packet's payload holds the columns of all its members end to end, and a header: JSON with what stands neither in the
-member table nor in a column. Readers of single columns leave the header alone.
+A packet's payload holds the columns of all its members end to end, and a header: JSON with the fields that are
+neither in the member table nor in a column. Readers of single columns skip the header.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .packet_encoding import MAX_HEADER_BYTES, version_of
 from .reference import Reference
 from .schema import MAX_GROUP_SIZE, Column, Row, Step, Trajectory
 
-#: Of the streams, the payloads and the manifest. Within a version releases only add fields.
+#: Version of the format of streams, payloads and manifest. Within a version releases only add fields.
 SCHEMA_VERSION: Final = 3
 
 
@@ -44,7 +44,7 @@ def _is_version(value: Any) -> bool:
 
 
 _Checks = Mapping[str, Callable[[Any], bool]]
-#: What a header may hold; of other fields, which a newer release has added, nothing is known.
+#: Checks of a header's fields. A newer release may add others, which are ignored.
 _HEADER: Final[_Checks] = {
     "group_size": lambda value: type(value) is int and 1 <= value <= MAX_GROUP_SIZE,
     "data_source": _is_source,

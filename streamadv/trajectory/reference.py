@@ -1,4 +1,4 @@
-"""The reference: one trajectory as users see it, with everything that is known of it without its columns."""
+"""A reference: one trajectory as users see it, with everything known about it except its columns."""
 
 from __future__ import annotations
 

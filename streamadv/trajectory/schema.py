@@ -1,8 +1,8 @@
 """The data model: trajectory, row and step, and the JSON form of an interchange file.
 
 This is the public boundary: pydantic validates every field. Behind it trajectories travel in packets
-(`packet_encoding.py`), columns as raw bytes and the rest as a table (`members.py`). What a producer's group is pushed,
-`producer/records.py` reads as this model does, and quicker.
+(`packet_encoding.py`): columns as raw bytes, the other fields as a table (`members.py`). For records of a producer's
+group, `producer/records.py` does the same checks faster.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class Trajectory(_Model):
             raise ValueError(f"round {brief(self.round)} stands beside role {self.role}, needs role eval")
         if self.status.usable and not self.rows:
             raise ValueError(f"status {self.status} needs at least one row with input_ids and response_mask")
-        if len(self.rows) > 1 and len({(*row.columns, *row.extras) for row in self.rows}) > 1:
+        if len(self.rows) > 1 and len({frozenset((*row.columns, *row.extras)) for row in self.rows}) > 1:
             raise ValueError("rows differ in their columns: give every row the same ones")
         for position, step in enumerate(self.steps):
             if step.row >= len(self.rows):

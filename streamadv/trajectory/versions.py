@@ -1,4 +1,4 @@
-"""Versions of another program's counter as versions of the run."""
+"""Maps the version counter of another program to versions of the run."""
 
 from __future__ import annotations
 

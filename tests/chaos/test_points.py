@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +12,7 @@ from streamadv.status.evaluations import read_evaluations
 from tests.support import some_of
 
 from .checks import problems, total
-from .scenario import COMMAND, World
+from .scenario import World
 from .victim import FETCH_PUBLISH, SAVE_COMMIT, script_names
 
 #: Scripts that a thread calls, or that need a death, garbage, a second rank, several shards, a run without scorers, a
@@ -69,13 +67,6 @@ def test_death_while_the_new_member_of_a_refused_packet_is_sent(
     assert world.deaths == [point]
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_deaths_before_any_command(number: int, redis_url: str, run: str) -> None:
-    chance = random.Random(f"{os.environ.get('STREAMADV_CHAOS_SEED', '0')}/command/{number}")
-    world = play(redis_url, run, lambda point, count: point == COMMAND and chance.random() < 0.01)
-    assert world.deaths
-
-
 def test_scripts_that_the_server_forgets_before_every_call(redis_url: str, run: str) -> None:
     with redis.Redis.from_url(redis_url) as other:
 
@@ -106,9 +97,3 @@ def test_payloads_that_end_before_their_script_is_known(redis_url: str, run: str
 
         play(redis_url, run, hinder)
     assert len(ended) > 5
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_deaths_everywhere(number: int, redis_url: str, run: str) -> None:
-    chance = random.Random(f"{os.environ.get('STREAMADV_CHAOS_SEED', '0')}/{number}")
-    play(redis_url, run, lambda point, count: point != COMMAND and chance.random() < 0.03)

@@ -95,7 +95,7 @@ def test_who_joined_before_a_change_stops(redis_url: str, run: str) -> None:
         joined = join(redis_url, run)
         assert call(redis_url, run, "runs", "change", "--max-bytes", size) == 0
         with pytest.raises(ManifestMismatchError, match=r"max_bytes is .* it was changed"):
-            joined.keep_up()
+            joined.refresh_if_changed()
 
 
 @pytest.mark.server

@@ -123,10 +123,10 @@ def test_the_tests_that_it_names_are_there(defined: set[str]) -> None:
     [
         ("`dedupe_groups` (10^6)", DEFAULTS["dedupe_groups"] == 10**6),
         ("stop counting in pacing after 30 s", heartbeats.PRODUCER_TIMEOUT_S == 30),
-        ("the next look of a grouper (each second)", HOUSEKEEPING_S == 1),
+        ("the next round of a grouper (each second)", HOUSEKEEPING_S == 1),
         ("a time of more than 10 s", heartbeats.HEARTBEAT_S == 10),
         ("counts as 5 s", heartbeats.WRITE_S == 5),
-        ("whose trainer was heard of within 30 s", ranks.RANK_TIMEOUT_S == 30),
+        ("whose trainer sent a heartbeat within 30 s", ranks.RANK_TIMEOUT_S == 30),
         ("a shard keeps at most 10,000", DEAD_KEPT == 10_000),
         ("at every heartbeat (10 s at most)", heartbeats.HEARTBEAT_S == 10),
         ("`resend_window` (5 s, at most 256 MiB)", (RESEND_WINDOW_S, MAX_RESEND_BYTES) == (5, 256 << 20)),

@@ -53,6 +53,29 @@ def test_numpy_users_need_no_torch(tmp_path: Path) -> None:
     assert {name: array.tolist() for name, array in loaded.items()} == {"w": [[0, 1, 2], [3, 4, 5]], "n": 7}
 
 
+def test_strided_arrays_are_written_as_they_read(tmp_path: Path) -> None:
+    whole = np.arange(12, dtype=np.float32).reshape(3, 4)
+    arrays = {
+        "turned": whole.T,
+        "every-other": whole[:, ::2],
+        "reversed": whole[::-1],
+        "big": whole.astype(">f4"),
+    }
+    loaded: dict[str, Any] = {}
+    weights.load(weights.publish(tmp_path, 0, arrays), loaded.update)
+    assert {name: array.tolist() for name, array in loaded.items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }
+
+
+def test_what_a_killed_process_has_left_goes_with_its_version(tmp_path: Path) -> None:
+    left = tmp_path / ".weights-000001.safetensors.4711"
+    left.touch()
+    for version, there in ((1, True), (2, True), (3, False)):
+        weights.publish(tmp_path, version, model(version).state_dict(), keep=2)
+        assert left.exists() == there, "another process may still be writing it"
+
+
 def test_a_uri_leads_to_its_file(tmp_path: Path) -> None:
     folder = tmp_path / "shared weights"
     uri = weights.publish(folder, 12, model(12).state_dict())

@@ -1,4 +1,4 @@
-"""One file per estimator. To import this package registers all of them; a new one joins this list."""
+"""One file per estimator. Importing this package registers all of them; a new estimator joins this list."""
 
 from . import agentic_reinforce as agentic_reinforce
 from . import gae as gae

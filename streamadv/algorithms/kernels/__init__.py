@@ -4,9 +4,10 @@ All arrays are contiguous. `offsets` [R + 1] int64 is the range of a row or segm
 count. A row's result depends on its tokens alone. The compiler may not reorder arithmetic (no fastmath), so the bits
 are the same on every machine. Kernels write into their last arguments, and round once, to the dtype of those.
 
-Loops are only for what torch has no quick way to compute: recurrences, where a token waits for the one after it, and
-the KL and the statistics, which read a column once where torch reads it ten times. `loops` holds them, and all are
-attributes of this package: numba is imported with the first that is asked for, as a chain is composed without it.
+Loops exist only where torch is slow: recurrences, where a token waits for the next one, and the KL and the
+statistics, which read a column once where torch reads it ten times. The module `loops` holds them, and each is an
+attribute of this package. numba is imported with the first loop that is used, so a chain can be composed without
+numba.
 """
 
 from __future__ import annotations

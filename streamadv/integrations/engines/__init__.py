@@ -1,8 +1,8 @@
 """From inference engines to columns, without tokenising anything again.
 
-`completion.py` is one answer of an engine: its own token ids and log-probs. `answers.py` reads it from what vLLM and
-SGLang return. `episode.py` joins the answers of one rollout to rows. `client.py` asks an engine over HTTP, `local.py` a
-transformers model in this process; only they need a package more.
+`completion.py` is one answer of an engine: its own token ids and log-probs. `answers.py` reads it from the replies of
+vLLM and SGLang. `episode.py` joins the answers of one rollout to rows. `client.py` asks an engine over HTTP,
+`local.py` a transformers model in this process; only these two need another package.
 """
 
 from __future__ import annotations

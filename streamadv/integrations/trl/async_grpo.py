@@ -207,7 +207,8 @@ def _rows(batch: Batch) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _rows_of(mb: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    name = next((name for name in ("old_log_probs", "rollout_log_probs") if name in mb), None)
+    names = ("old_log_probs", "rollout_log_probs")
+    name = next((name for name in names if name in mb and name not in mb.optional), None)
     if name is None:
         raise SettingError(
             "AsyncGRPOTrainer needs rollout_log_probs: push them, or give old_log_probs as late"

@@ -67,8 +67,9 @@ def as_fields(rows: Sequence[Mapping[str, Any]]) -> TensorDict:
 
 
 def _rows_of(mb: MicroBatch, global_steps: int, updates_per_sync: int) -> Iterator[Row]:
-    columns, references, bounds = mb.columns, mb.references, mb.cu_seqlens.tolist()
-    turns = mb.extras.get(NUM_TURNS)
+    columns = {name: column for name, column in mb.columns.items() if name not in mb.optional}
+    references, bounds = mb.references, mb.cu_seqlens.tolist()
+    turns = None if NUM_TURNS in mb.optional else mb.extras.get(NUM_TURNS)
     outputs = {
         name: columns[name] for name in ("advantages", "returns", "rollout_is_weights") if name in columns
     }

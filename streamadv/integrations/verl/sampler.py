@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 TRAIN: Final = "train"
 #: For a checkpoint without the queue's state.
 REMEDY: Final = "or set trainer.resume_mode=disable and another run"
-#: Without a new group for so long, prompts are submitted in the place of those whose groups were dropped.
+#: After this long without a new group, prompts are submitted in the place of those whose groups were dropped.
 REFILL_S: Final = 5.0
 
 

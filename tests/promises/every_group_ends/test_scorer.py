@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -134,8 +134,13 @@ def push_alone(producer: Producer, names: Iterable[str]) -> None:
 EIGHT = [f"g{number}" for number in range(8)]
 
 
-def raising(error: BaseException) -> Callable[[], Any]:
-    def answer() -> Any:
+class Broken(UserDict[str, float]):
+    def __iter__(self) -> Any:
+        raise KeyError("style")
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def answer(*_: Any) -> Any:
         raise error
 
     return answer
@@ -151,6 +156,9 @@ ANSWERS: dict[str, Callable[[], Any]] = {
     "a-component": lambda: {"style": 0.5, "tone": math.nan},
     "a-sum": lambda: {"one": 1.7e308, "two": 1.7e308},
     "a-name": lambda: {3: 0.5},
+    "no-text": lambda: {"\ud800": 0.5},
+    "a-broken-mapping": lambda: Broken(),
+    "a-broken-number": lambda: type("Number", (), {"ndim": 0, "item": raising(RuntimeError("no data"))})(),
     "an-exception": raising(ValueError("no parse")),
     "an-outage": raising(redis.exceptions.ConnectionError("of the judge")),
     "a-cancellation": raising(asyncio.CancelledError()),
@@ -194,7 +202,9 @@ def test_a_trajectory_without_a_score_is_unscorable_alone(
     assert {getattr(each, "reason", "") for each in records} == {"exception", "value"}
     said = [each.getMessage() for each in records]
     assert all(text.startswith("scorer s: ") for text in said)
-    assert any(re.search(r"Error: .*\(test_scorer\.py:\d+\)$", text) for text in said)  # the line that raised
+    assert any(
+        re.search(r"(Error|Exit): .*\(test_scorer\.py:\d+\)$", text) for text in said
+    )  # the line that raised
 
 
 WRONG: dict[str, Any] = {

@@ -227,7 +227,7 @@ def test_everything_is_on_the_disk_before_the_rename(
         (path / "part").mkdir()
         (path / "part" / "weights").touch()
     done = events.index("-> 1")
-    assert {"weights", "part", ".1.unfinished"} < set(events[:done])
+    assert {"weights", "part", path.name} < set(events[:done])
     assert any(STATE in event for event in events[:done])
     assert events[done + 1 :] == [tmp_path.name]
 
@@ -258,6 +258,49 @@ def test_a_trainer_that_was_replaced_meanwhile_saves_nothing(fake: Connection, t
     with pytest.raises(EpochFencedError), old.checkpoint(tmp_path):
         assert queue_of(fake).resume(tmp_path) is None
     assert names(tmp_path) == []
+
+
+def test_a_trainer_that_was_replaced_does_not_touch_what_its_successor_saves(
+    fake: Connection, tmp_path: Path
+) -> None:
+    """It was writing the same version when the other one began."""
+    run, old, new = pushed_run(fake, "r", 3), queue_of(fake), queue_of(fake)
+    train(old, run)
+    before = old.checkpoint(tmp_path)
+    path = before.__enter__()
+    assert new.resume(tmp_path) is None
+    train(new, run)
+    with new.checkpoint(tmp_path) as successors:
+        assert path != successors, "what the old one still writes is not in it"
+        (successors / "weights").write_text("new")
+        with pytest.raises(EpochFencedError):
+            before.__exit__(None, None, None)
+    assert (tmp_path / "1" / "weights").read_text() == "new"
+    assert names(tmp_path) == ["1"]
+
+
+def test_a_folder_that_goes_while_it_is_written_is_no_checkpoint(fake: Connection, tmp_path: Path) -> None:
+    run, queue = pushed_run(fake, "r", 3), queue_of(fake)
+    train(queue, run)
+    with (
+        pytest.raises(CheckpointError, match="No such file or directory"),
+        queue.checkpoint(tmp_path) as path,
+    ):
+        shutil.rmtree(path)
+    assert names(tmp_path) == []
+    assert ledger(run)["trained"] == 0
+
+
+def test_a_queue_saves_one_checkpoint_at_a_time(fake: Connection, tmp_path: Path) -> None:
+    run, queue = pushed_run(fake, "r", 3), queue_of(fake)
+    train(queue, run)
+    with queue.checkpoint(tmp_path) as path:
+        (path / "weights").write_text("first")
+        with pytest.raises(SettingError, match="a checkpoint is being saved: leave its block"):
+            save(queue, tmp_path)
+    assert (tmp_path / "1" / "weights").read_text() == "first"
+    save(queue, tmp_path, "second")
+    assert (tmp_path / "1" / "weights").read_text() == "second"
 
 
 def test_a_folder_of_another_run_or_with_a_later_version_is_refused(fake: Connection, tmp_path: Path) -> None:
@@ -563,7 +606,7 @@ def test_ranks_meet_again_after_one_was_interrupted_while_it_waited(
     assert isinstance(raised[rank], KeyboardInterrupt)
     assert f"rank {rank}: KeyboardInterrupt" in str(raised[1 - rank])
     assert names(tmp_path) == []
-    assert on_all(ranks, lambda queue: write_part(queue, tmp_path)) == [tmp_path / ".1.unfinished"] * 2
+    assert len(set(on_all(ranks, lambda queue: write_part(queue, tmp_path)))) == 1
     assert names(tmp_path) == ["1"]
     keys = store.num_keys()
     for _ in range(3):

@@ -18,8 +18,11 @@ from streamadv.run.payloads import fetch_columns
 from streamadv.status import read_status
 from streamadv.store.calls import run_transaction
 from streamadv.store.connection import Connection
+from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.payload import payloads_of
+from streamadv.trajectory.schema import MAX_REWARDS
 from tests.support import (
+    delivered_batch,
     ended,
     group_all,
     join,
@@ -525,6 +528,20 @@ def test_positive_log_probs_are_refused_at_push(fake: Connection) -> None:
             TrajectoryError, match=r"rollout_log_probs: is 0\.\d+ at token 1, needs at most 0"
         ):
             rollout.push(**columns, reward=1.0, rollout_log_probs=np.array([0.0, 0.7], np.float32))
+
+
+def test_each_trajectory_may_have_its_own_named_rewards(fake: Connection) -> None:
+    """As many as all of a packet can have: such as one for each test of a program."""
+    named = [
+        {f"test-{index}-{number}": float(number) for number in range(MAX_REWARDS)} for index in range(64)
+    ]
+    with producing(fake, "r") as producer:
+        producer.push([trajectory("g", index, 64, rewards=rewards) for index, rewards in enumerate(named)])
+    run = join(fake, "r")
+    assert group_all(run) == ["complete"]
+    with TrainerQueue(fake, "r", batch_groups=1, prefetch=0) as queue:
+        assert [item.rewards for item in delivered_batch(queue, run).trajectories()] == named
+    assert problems(run) == []
 
 
 def test_how_many_rollouts_may_be_open_is_logged_once(

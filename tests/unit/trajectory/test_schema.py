@@ -317,6 +317,28 @@ def test_a_tensor_of_a_dtype_that_numpy_has_not_is_an_error_that_says_so():
         parse_trajectory({**FLAT, "scale": column})
 
 
+def test_what_cannot_be_read_as_numbers_is_one_line_that_names_it():
+    torch = pytest.importorskip("torch")
+
+    class Broken:
+        def __array__(self, *_, **__):
+            raise RuntimeError("no\ndata")
+
+    needs_grad = list(torch.full((3,), -1.0, requires_grad=True))
+    masked = np.ma.array([-1.0, -1.0, -1.0], mask=[0, 0, 1])
+    for value in (
+        needs_grad,
+        [torch.ones(()).bfloat16()] * 3,
+        torch.zeros(3, device="meta"),
+        Broken(),
+        masked,
+    ):
+        with pytest.raises(TrajectoryError, match=r"^trajectory: values: .*needs .*$"):
+            parse_trajectory({**FLAT, "values": value})
+        with pytest.raises(TrajectoryError, match=r"^trajectory: extra column x .*needs .*$"):
+            parse_trajectory({**FLAT, "x": value})
+
+
 def test_rows_agree_in_their_columns():
     one = {"input_ids": [1], "response_mask": [1]}
     with pytest.raises(TrajectoryError, match="rows differ"):
@@ -325,6 +347,8 @@ def test_rows_agree_in_their_columns():
         parse_trajectory({**FLAT, "rows": [one]})
     with pytest.raises(TrajectoryError, match=r"rows\.1\.input_ids"):
         parse_trajectory({**HEAD, "rows": [one, {"response_mask": [1]}]})
+    pushed = [{**one, "a": [1], "b": [2]}, {**one, "b": [3], "a": [4]}]
+    assert parse_trajectory({**HEAD, "rows": pushed}).rows[1].extras["a"].data == [4], "in any order"
 
 
 def test_usable_trajectories_have_a_row_others_need_none():
