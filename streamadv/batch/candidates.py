@@ -19,7 +19,10 @@ class Candidates:
     def __init__(self, run: Run, named: Iterable[Pointer]) -> None:
         """named: groups of the batches that the session began with, which are in the logs still."""
         self._run = run
-        self._named = {(pointer.shard, pointer.entry) for pointer in named}
+        #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
+        self._named = {
+            (pointer.shard, pointer.entry.encode(), pointer.group_id.encode()) for pointer in named
+        }
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
         #: writes has older groups again, see "Going back in time" in docs/concepts/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
@@ -53,7 +56,7 @@ class Candidates:
             while (missing := limit - self._count(shard)) > 0 and not self._at_end.get(shard):
                 page = read_entries(self._run, shard, self.cursors[shard], missing)
                 cursor = page[-1][1].decode() if page else self.cursors[shard]
-                new = [entry for entry in page if (shard, entry[1].decode()) not in self._named]
+                new = [entry for entry in page if (*entry[:2], entry[2].get(b"group_id")) not in self._named]
                 unparsed += new  # with the cursor at once: an interrupt before it loses nothing
                 self.cursors[shard] = cursor
                 if len(page) < missing:

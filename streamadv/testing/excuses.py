@@ -67,10 +67,11 @@ def may_be_over(pipeline: Pipeline, group: Group) -> bool:
     """Whether a part of the group was lost, and was not pushed again before its deadline, or by nobody."""
     acknowledged = [pipeline.acknowledged.get(place, []) for place in group.places]
     return any(is_excused(pipeline, each) for each in acknowledged) or any(
-        at + HEARD_S > group.begun + group.deadline_s
+        not _was_heard(pipeline.world, one.life.process, at, group.begun + group.deadline_s)
         for at, since in pipeline.world.lost
         for each in acknowledged
-        if any(since - SLACK_S <= one.when and one.asked <= at + SLACK_S for one in each)
+        for one in each
+        if since - SLACK_S <= one.when and one.asked <= at + SLACK_S
     )
 
 

@@ -25,7 +25,8 @@ CHAIN: Final = {"estimator": "reinforce"}
 KL: Final = {"kl": {"coefficient": 0.1}}
 #: What a rank waits for the others: its process group's timeout.
 COLLECTIVE_S: Final = 45.0
-#: Seconds after which everybody has heard of a producer that nothing disturbs.
+#: Seconds after which everybody has heard of a producer that nothing disturbs. A server that has died is no excuse: the
+#: run waits until the next one has heard of everybody.
 KNOWN_S: Final = 20.0
 #: In a checkpoint: what has been trained on, in the order of training.
 WEIGHTS: Final = "weights.json"
@@ -213,12 +214,14 @@ class Job:
 
     def _check_end(self) -> None:
         """While a producer is alive that has been heard of, the run may not end without what it has pushed."""
-        pipeline, world, weights = self.pipeline, self.pipeline.world, set(self.weights)
+        pipeline, world = self.pipeline, self.pipeline.world
+        # With each_batch a batch counts as trained when the next one is asked for, whatever was saved.
+        weights = {*self.weights, *(pipeline.trained if pipeline.scene.each_batch else ())}
         for life in pipeline.lives:
             is_well = (
                 not life.process.dead
                 and life.closed is None
-                and world.time - max(life.process.disturbed_until, world.disturbed_until) > KNOWN_S
+                and world.time - max(life.process.disturbed_until, world.refused_until) > KNOWN_S
             )
             if not is_well:
                 continue

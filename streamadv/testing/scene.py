@@ -117,7 +117,7 @@ def draw_scene(world: World) -> Scene:
             if operation is not None:
                 operations.append((place, *operation))
         hands = pick(f"p{number}/hands", 1, 1, 2, 3)
-        lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 20.0)
+        lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 45.0)
         ends = pick(f"p{number}/ends", "finish", "finish", "close")
         plays = pick(f"p{number}/plays", 0.0, 0.2, 3.0, 6.0)
         producers.append(

@@ -86,6 +86,8 @@ class World(wire.Network):
         """From when to when the server was away, or refused something."""
         self.disturbed_until = 0.0
         """Until when the server was away, or refused all or all writes."""
+        self.refused_until = 0.0
+        """Until when it refused all or all writes."""
         self.is_over = False
         self._trace = hashlib.blake2b(digest_size=8)
         self._waiting: dict[bytes, list[Callable[[], object]]] = {}
@@ -277,7 +279,8 @@ class World(wire.Network):
             self.server.refusal = what
             self.outages.append((self.time, self.time + seconds))
             if what != "oom":
-                self.disturbed_until = max(self.disturbed_until, self.time + seconds)
+                self.refused_until = self.time + seconds
+                self.disturbed_until = max(self.disturbed_until, self.refused_until)
             self.at(self.time + seconds, lambda: setattr(self.server, "refusal", None))
 
     def _pause(self, process: Process, seconds: float) -> None:
