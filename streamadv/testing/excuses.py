@@ -47,6 +47,15 @@ def lost_for_good(pipeline: Pipeline, life: Life, asked: float, when: float) -> 
     return False
 
 
+def nobody_knew(pipeline: Pipeline) -> bool:
+    """Whether a producer that the server had lost was killed before it could say so again."""
+    return any(
+        at <= life.process.ended <= at + HEARD_S and life.opened <= at
+        for at, _ in pipeline.world.lost
+        for life in pipeline.lives
+    )
+
+
 def is_excused(pipeline: Pipeline, acknowledged: list[Acknowledged]) -> bool:
     """Whether nobody could push again what the server has lost."""
     return all(lost_for_good(pipeline, each.life, each.asked, each.when) for each in acknowledged)
@@ -79,7 +88,9 @@ def may_be_dropped(pipeline: Pipeline, group: Group) -> bool:
     """Whether the group may have ended otherwise: a part of it was lost, or came after its deadline."""
     due = group.begun + group.deadline_s
     # Until a clock that was set back has passed its old time, deadlines do not wait for a grouper that is behind.
-    was_set_back = any(by < 0.0 and at - SLACK_S <= due <= at - by + SLACK_S for at, by in pipeline.world.jumps)
+    was_set_back = any(
+        by < 0.0 and at - SLACK_S <= due <= at - by + SLACK_S for at, by in pipeline.world.jumps
+    )
     if was_set_back or may_be_over(pipeline, group):
         return True
     if pipeline.scene.scored:  # its rewards may have come after its deadline
