@@ -50,7 +50,7 @@ class Process:
         """When it sent its last request."""
         self.disturbances: list[tuple[float, float]] = []
         """From when to when something that befell one of its requests may have kept it from the server."""
-        self.disturbed_until = 0.0
+        self.disturbed_until = -math.inf
         """The end of the last of them."""
         self.strands: set[Strand] = set()
         self.requests: Counter[str] = Counter()  # by strand

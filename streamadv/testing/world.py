@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import math
 import os
 import queue
 import random
@@ -86,7 +87,7 @@ class World(wire.Network):
         """From when to when the server was away, or refused something."""
         self.disturbed_until = 0.0
         """Until when the server was away, or refused all or all writes."""
-        self.refused_until = 0.0
+        self.refused_until = -math.inf
         """Until when it refused all or all writes."""
         self.is_over = False
         self._trace = hashlib.blake2b(digest_size=8)
