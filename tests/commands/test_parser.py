@@ -109,5 +109,5 @@ def test_a_wrong_preset_names_the_right_one(capsys: pytest.CaptureFixture[str]) 
 
 def test_an_unknown_option_beside_settings_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["runs", "create", "--max-bytes", "1gb", "--nonsense"])
+        cli.main(["runs", "create", "--max-bytes", "1gb", "--nonsense"])
     assert "unrecognized option --nonsense" in capsys.readouterr().err
