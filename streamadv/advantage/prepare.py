@@ -69,7 +69,7 @@ def prepare_or_discard(run: Run, entry: Entry) -> PreparedItem | None:
     except BatchLostError as error:
         fields = log_fields("work_discarded", run=run.name, role=ADVANTAGE)
         logger.warning("%s: %s", ADVANTAGE, error, extra=fields)
-        run.shard(entry.shard).call("discard", [ADVANTAGE, entry.id])
+        run.shard(entry.shard).call("discard", [ADVANTAGE, entry.id, entry.fields[b"work"]])
     return None
 
 

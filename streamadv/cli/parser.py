@@ -39,17 +39,17 @@ class CommandParser(argparse.ArgumentParser):
         options = [word for word in unknown if word.startswith("-") and len(word) > 1]
         if options:
             if "run_name" in parsed:
-                self._refuse_settings(words, parsed.run_name)
+                self._refuse_settings(words, options, parsed.run_name)
             self._refuse(options[0])
         elif unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.get_default('instead') or ''}")
         return parsed, []
 
-    def _refuse_settings(self, words: Sequence[str], run: str | None) -> None:
-        """An error with the command that takes them if there are settings of the run among the words."""
+    def _refuse_settings(self, words: Sequence[str], unknown: Sequence[str], run: str | None) -> None:
+        """An error with the command that takes them if there are settings of the run among the unknown words."""
         from .run_options import settings_among
 
-        if found := settings_among(words):
+        if settings_among(unknown) and (found := settings_among(words)):
             command = shlex.join(["--run", run_name(run), *found])
             option = found[0].partition("=")[0]
             remedy = f"`streamadv runs create {command}`, or `runs change` where it has another value"

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import clock, metrics, tracing
 from ..errors import SettingError, WireError
-from ..messages import log_fields
+from ..messages import brief, log_fields
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
@@ -100,10 +100,13 @@ class Scorer:
         settings: RunSettings | None = None,
     ) -> None:
         for setting, value in (("batch_size", batch_size), ("tries", tries)):
-            if value < 1:
-                raise SettingError(f"{setting} is {value}, needs 1 or more")
-        if not 0 < timeout_s < threading.TIMEOUT_MAX:
-            raise SettingError(f"timeout_s is {timeout_s:g}, needs seconds above 0")
+            if type(value) is not int or value < 1:
+                raise SettingError(f"{setting} is {brief(value)}, needs a whole number, 1 or more")
+        for setting, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s)):
+            if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX:
+                raise SettingError(f"{setting} is {brief(seconds)}, needs seconds above 0")
+        if isinstance(columns, str):
+            raise SettingError(f"columns is {brief(columns)}, needs a list of names: [{brief(columns)}]")
         run = run_name(run)
         connection = Connection.of(connection)
         connection.wait_until_ready()

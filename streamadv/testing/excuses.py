@@ -47,18 +47,27 @@ def lost_for_good(pipeline: Pipeline, life: Life, asked: float, when: float) -> 
     return False
 
 
+def nobody_knew(pipeline: Pipeline) -> bool:
+    """Whether a producer that the server had lost was killed before it could say so again."""
+    return any(
+        at <= life.process.ended <= at + HEARD_S and life.opened <= at
+        for at, _ in pipeline.world.lost
+        for life in pipeline.lives
+    )
+
+
 def is_excused(pipeline: Pipeline, acknowledged: list[Acknowledged]) -> bool:
     """Whether nobody could push again what the server has lost."""
     return all(lost_for_good(pipeline, each.life, each.asked, each.when) for each in acknowledged)
 
 
-def was_lost_twice(pipeline: Pipeline, acknowledged: list[Acknowledged]) -> bool:
-    """Whether the server lost it and then a trainer ended, which may have trained on the group already."""
+def was_lost_twice(pipeline: Pipeline, place: Place) -> bool:
+    """Whether the server lost it, or that its group was complete, and then a trainer ended that may have trained it."""
     lost = [
         at
         for at, since in pipeline.world.lost
-        for each in acknowledged
-        if since - SLACK_S <= each.when and each.asked <= at + SLACK_S
+        for each in pipeline.acknowledged[place]
+        if (since - SLACK_S <= each.when or pipeline.trained[place]) and each.asked <= at + SLACK_S
     ]
     return any(end > min(lost) for end in pipeline.job_ends) if lost else False
 
@@ -77,7 +86,12 @@ def may_be_over(pipeline: Pipeline, group: Group) -> bool:
 
 def may_be_dropped(pipeline: Pipeline, group: Group) -> bool:
     """Whether the group may have ended otherwise: a part of it was lost, or came after its deadline."""
-    if may_be_over(pipeline, group):
+    due = group.begun + group.deadline_s
+    # Until a clock that was set back has passed its old time, deadlines do not wait for a grouper that is behind.
+    was_set_back = any(
+        by < 0.0 and at - SLACK_S <= due <= at - by + SLACK_S for at, by in pipeline.world.jumps
+    )
+    if was_set_back or may_be_over(pipeline, group):
         return True
     if pipeline.scene.scored:  # its rewards may have come after its deadline
         return pipeline.world.time > group.begun + group.deadline_s

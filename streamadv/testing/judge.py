@@ -88,15 +88,14 @@ def _missing(pipeline: Pipeline, weights: set[Place]) -> Iterator[str]:
         if not (
             place in weights
             or place in ended
-            or was_lost_twice(pipeline, acknowledged)
+            or was_lost_twice(pipeline, place)
             or is_excused(pipeline, acknowledged)
         ):
             yield f"P2: {place} was acknowledged and is gone"
     for group in whole_groups(pipeline):
         trained = sum(place[0] == group.id for place in weights)
         if trained < group.size and not (
-            may_be_dropped(pipeline, group)
-            or any(was_lost_twice(pipeline, pipeline.acknowledged[place]) for place in group.places)
+            may_be_dropped(pipeline, group) or any(was_lost_twice(pipeline, place) for place in group.places)
         ):
             yield f"P2: all of {group.id} was acknowledged, and {trained} of {group.size} are in the weights"
 

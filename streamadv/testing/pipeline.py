@@ -29,7 +29,7 @@ from ..run.manifest import RunSettings
 from ..status import watchdog
 from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, heartbeat, supply, together
-from .excuses import is_quiet, lost_for_good
+from .excuses import is_quiet, lost_for_good, nobody_knew
 from .job import Job, files_of
 from .players import Asyncio, Blocking
 from .roles import advantage_worker, grouper, opened
@@ -389,6 +389,8 @@ class Pipeline:
             CALM_S if self.world.time > CALM_S else 0.0,
         )
         seconds = self.world.time - since
+        if nobody_knew(self):  # the groups of a producer that nobody knows of count until their deadline
+            seconds -= self.scene.deadline_s
         if seconds > ADMISSION_S and not life.process.dead:
             self.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")
 

@@ -295,6 +295,8 @@ class World(wire.Network):
         entries.sort()
         self._heap[:] = entries
         process.paused_until = until
+        process.disturbances.append((self.time, until + AGAIN_S))
+        process.disturbed_until = max(process.disturbed_until, until + AGAIN_S)
 
     # Blocking reads
 

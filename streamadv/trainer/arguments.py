@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -53,6 +54,25 @@ def check_weights(uri: str | None) -> None:
     """Raise SettingError unless it is None or a URI that fits into one line."""
     if uri is not None and not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and uri.isprintable()):
         raise SettingError(f"weights is {brief(uri)}, needs a URI of at most {MAX_URI_CHARS} characters")
+
+
+def check_wait(timeout: object, max_groups: object) -> None:
+    """Raise SettingError for other arguments of `next_batch` than seconds and a number of groups, or None."""
+    if timeout is not None and not is_seconds(timeout):
+        raise SettingError(f"timeout is {brief(timeout)}, needs seconds, 0 or more, or None")
+    if max_groups is not None and not is_whole(max_groups, 1):
+        raise SettingError(f"max_groups is {brief(max_groups)}, needs a whole number, 1 or more, or None")
+
+
+def check_folder(folder: object) -> None:
+    """Raise SettingError for what is no path."""
+    if not isinstance(folder, str | os.PathLike):
+        raise SettingError(f"folder is {brief(folder)}, needs a path")
+
+
+def is_seconds(number: object) -> bool:
+    """Whether it is a time, infinity among them."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and number >= 0
 
 
 def is_whole(number: object, least: int = 0) -> bool:

@@ -34,7 +34,7 @@ from ..settings import run_name
 from ..status.watchdog import Limits
 from ..store.connection import Connection
 from ..store.retry import T, patiently
-from .arguments import check_arguments, check_state, check_weights, is_whole
+from .arguments import check_arguments, check_folder, check_state, check_wait, check_weights, is_whole
 from .checkpoints import find_start, read_start, saving
 from .late_columns import LateColumn, check_late, pushed_columns
 from .marks import Commit, Mark, Marks
@@ -249,6 +249,7 @@ class TrainerQueue(IterableDataset[Batch]):
         the same batch.
         """
         take_back: list[Callable[[], None]] = []
+        check_wait(timeout, max_groups)
         self._check_open()
         try:
             with metrics.wait(STAGE):
@@ -318,6 +319,7 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         if not is_whole(keep, 1):
             raise SettingError(f"keep is {brief(keep)}, needs a whole number from 1 on")
+        check_folder(folder)
         state = self.state_dict()
         self._marks.warn_of_current()
         if not self._saves.acquire(blocking=False):
@@ -337,6 +339,7 @@ class TrainerQueue(IterableDataset[Batch]):
         Raises SettingError for a run that has committed batches while the folder has no checkpoint, for a checkpoint of
         another run or of a later release, or one that cannot be read, and CheckpointError if another rank fails.
         """
+        check_folder(folder)
         folder, together = Path(folder), self._together
         together.begin()
         while True:

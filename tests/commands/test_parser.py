@@ -105,3 +105,9 @@ def test_a_wrong_field_of_a_chain_names_the_right_one(
 def test_a_wrong_preset_names_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--preset", "verl/grppo"]) == 1
     assert "did you mean verl/grpo?" in capsys.readouterr().err
+
+
+def test_an_unknown_option_beside_settings_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["runs", "create", "--max-bytes", "1gb", "--nonsense"])
+    assert "unrecognized option --nonsense" in capsys.readouterr().err

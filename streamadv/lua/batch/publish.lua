@@ -7,8 +7,9 @@
 --       results (raw bytes) as field, value ...
 -- Returns  1, or 0 when somebody else has finished the entry or the batch is gone: the output is unlinked; -1 when the
 --          output had outlived its time: nothing has changed
+-- include other_work
 if tonumber(ARGV[5]) > 0 and ARGV[7] == '0' and redis.call('PERSIST', keys.output) == 0 then return -1 end
-local first = redis.call('XACK', keys.work, ARGV[1], ARGV[2]) == 1
+local first = not is_other_work(ARGV[2], ARGV[3]) and redis.call('XACK', keys.work, ARGV[1], ARGV[2]) == 1
 if first then redis.call('XDEL', keys.work, ARGV[2]) end
 if not first or redis.call('HEXISTS', keys.applied, ARGV[3]) == 0 then
   redis.call('UNLINK', keys.output)

@@ -56,6 +56,33 @@ def test_a_wrong_argument_is_named(fake: Connection, arguments: dict[str, Any], 
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        ("next_batch", {"timeout": "1"}, "timeout is '1', needs seconds, 0 or more, or None"),
+        ("next_batch", {"timeout": float("nan")}, "timeout is nan"),
+        ("next_batch", {"timeout": -1}, "timeout is -1"),
+        ("next_batch", {"max_groups": 0}, "max_groups is 0, needs a whole number, 1 or more, or None"),
+        ("next_batch", {"max_groups": "2"}, "max_groups is '2'"),
+        ("resume", {"folder": None}, "folder is None, needs a path"),
+        ("resume", {"folder": b"x"}, "folder is b'x', needs a path"),
+    ],
+)
+def test_a_wrong_argument_of_a_call_is_named(
+    fake: Connection, call: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        getattr(TrainerQueue(fake, "r"), call)(**arguments)
+
+
+def test_a_checkpoint_needs_a_path(fake: Connection) -> None:
+    with (
+        pytest.raises(SettingError, match="folder is 7, needs a path"),
+        TrainerQueue(fake, "r").checkpoint(7),  # type: ignore[arg-type]
+    ):
+        pass
+
+
 def test_a_state_of_something_else_is_refused(fake: Connection) -> None:
     queue = TrainerQueue(fake, "r")
     for call in (queue.load_state_dict, queue.commit):
