@@ -281,7 +281,10 @@ def test_a_scorer_from_the_command_line(redis_url: str, run: str, folder: Path) 
         (["my_scorers:halves"], "has the scorers one, two, not 'halves': say which by --name"),
         (["my_scorers:halves", "--name", "three"], "(one, two): give one of these as its name"),
         (["my_scorers:cannot", "--name", "one"], "scorer one: cannot cannot be called with one argument"),
-        (["my_scorers:halves", "--name", "one", "--tries", "0"], "tries is 0, needs a whole number, 1 or more"),
+        (
+            ["my_scorers:halves", "--name", "one", "--tries", "0"],
+            "tries is 0, needs a whole number, 1 or more",
+        ),
     ],
 )
 def test_a_scorer_that_cannot_start_says_why(
