@@ -86,7 +86,10 @@ class ProducerLogic:
         elif has_all and membership.closed:
             yield from membership.send_heartbeat("gone")
         self._has_failed = False
-        return has_all
+        if not has_all or not (membership.finished or membership.closed):
+            return has_all
+        # Another server may have got the last word: what it has lost is sent again first.
+        return (yield from self._resend.are_same(manifest.keys.shards))
 
     def until_heartbeat(self) -> float:
         """Seconds to the next heartbeat, which also sends again what the server had no room for."""

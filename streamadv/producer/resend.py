@@ -154,6 +154,11 @@ class ResendWindow:
         self._trim(servers, oldest_kept=asked - self._seconds)
         return not refused
 
+    def are_same(self, shards: Sequence[ShardKeys]) -> Steps[bool]:
+        """Whether the servers are those of the last check."""
+        servers: Sequence[str | None] = yield ServerIds(shards)
+        return servers == self._servers
+
     def _trim(self, servers: Sequence[str | None], oldest_kept: float) -> None:
         with self._lock:
             while self._sent and self._sent[0].when < oldest_kept:
