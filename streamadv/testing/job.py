@@ -180,6 +180,7 @@ class Job:
             queue.trained(batch)
             if (batch.version + 1) % scene.save_every == 0:
                 self._save(queue, rank)
+        pipeline.closing_at = pipeline.world.time
         self._save(queue, rank)
         pipeline.ended |= not rank
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -88,6 +89,8 @@ class Pipeline:
         self.violations: list[str] = []
         self.folder = Path()  # of checkpoints, while it plays
         self.ended = False
+        self.closing_at = math.inf
+        """When the trainer saved its last checkpoint, after which it names nothing more."""
         self.job_ends: list[float] = []
         self._quiet_since: float | None = None
         self._heartbeats: dict[bytes, tuple[bytes, float]] = {}
