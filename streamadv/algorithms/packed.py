@@ -15,7 +15,7 @@ from ..errors import ArgumentError, OptionError, TrajectoryError
 from ..extras import torch
 from ..messages import brief
 from .packed_checks import BUILT, check_changed, check_shapes, check_steps, layout_of
-from .segments import segment_sum, spread
+from .segments import segment_sum
 from .trainable import Trainable, tokens_where
 
 if TYPE_CHECKING:
@@ -184,8 +184,7 @@ def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None 
     rounded = values.detach().to(torch.float32)
     tokens = batch.trainable_tokens
     if level == "row":
-        on_tokens = spread(rounded, tokens.offsets, batch.num_tokens)
-        return torch.where(tokens.mask, on_tokens, torch.zeros((), device=batch.device), out=out)
+        return tokens.spread(rounded, out)
     if level == "token":
         return tokens.only(rounded)
     # Outside all spans a token's step is -1: the zero at the end.

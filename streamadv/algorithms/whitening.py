@@ -82,6 +82,11 @@ def whiten(
       count the values are unchanged, as in ROLL; verl raises.
     """
     summary = summary or summarise(values, tokens.mask)
+    if shift_mean and not everywhere and kernels.on_cpu(values) and values.dtype == torch.float32:
+        result = torch.empty_like(values, memory_format=torch.contiguous_format)
+        arrays = map(kernels.as_array, (values, tokens.mask))
+        kernels.rescale(*arrays, summary.centre.item(), summary.scale.item(), result.numpy())
+        return result
     scaled = (values.to(torch.float64) - summary.centre).mul_(summary.scale)
     scaled = (scaled if shift_mean else scaled.add_(summary.centre)).to(values.dtype)
     return scaled if everywhere else tokens.only(scaled)

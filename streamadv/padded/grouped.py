@@ -34,7 +34,7 @@ from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from .entrance import check_numbers, checked, unchecked
 from .estimators import Pair
-from .layout import as_batch, label_numbers, pair_numbers, ungrouped
+from .layout import as_batch, label_numbers, padded_tokens, pair_numbers, ungrouped
 from .rewards import group_mean_std, group_scores
 
 
@@ -277,7 +277,7 @@ def _outcome(
 
 def _on_tokens(rows: Tensor, mask: Tensor) -> Pair:
     """`rows` [B] on the trainable tokens [B, T] of their row, as advantages and as returns."""
-    advantages = torch.where(mask, rows[:, None], 0.0)
+    advantages = padded_tokens(mask).spread(rows).view(mask.shape)
     return advantages, advantages
 
 

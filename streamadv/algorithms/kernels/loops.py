@@ -226,6 +226,23 @@ def statistics(values, mask):
 
 
 @kernel
+def rescale(values, mask, centre, scale, result):
+    """(value - centre) * scale at tokens that count, 0 elsewhere."""
+    for t in range(len(values)):
+        result[t] = np.float32((values[t] - centre) * scale) if mask[t] else np.float32(0)
+
+
+@kernel
+def spread(values, mask, offsets, result):
+    """The value of a row [R] at its tokens that count, 0 elsewhere."""
+    for row in range(len(offsets) - 1):
+        value, first, stop = values[row], offsets[row], offsets[row + 1]
+        counted, made = mask[first:stop], result[first:stop]
+        for t in range(len(made)):
+            made[t] = value if counted[t] else np.float32(0)
+
+
+@kernel
 def place(rewards, start, end, mask, result):
     """A reward is added at the last token that counts in start .. end, if the span has one; 0 elsewhere."""
     result[:] = 0
