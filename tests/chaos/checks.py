@@ -65,13 +65,15 @@ def problems(
     *,
     optional: Iterable[Identity] = (),
     usable: Iterable[Identity] | None = None,
+    delivered: Iterable[Identity] = (),
     server_lost: bool = False,
 ) -> list[str]:
     """Everything wrong with a drained run; [] is what a test wants.
 
     planned: places that producers filled. optional: places they may have filled. weights: what the last
-    checkpoint was trained on, in order. usable: planned places with a trajectory. server_lost: the server came back
-    without its recent writes, so it may know less than the checkpoint.
+    checkpoint was trained on, in order. usable: planned places with a trajectory. delivered: what any trainer
+    was given, an older one too. server_lost: the server came back without its recent writes, so it may know
+    less than the checkpoint.
     """
     planned, weights = set(planned), list(weights)
     found = []
@@ -100,12 +102,12 @@ def problems(
     if unknown := set(weights) - set(planned if usable is None else usable):
         found.append(f"{len(unknown)} trajectories in the weights were not pushed: {sorted(unknown)[:4]}")
     trained, most = ledger["trained"], len(weights)
-    if (
-        server_lost
-    ):  # a group trained on in part that comes back whole counts as trained: the job knows groups only
-        groups = {group_id for group_id, _ in weights}
+    if server_lost:
+        # A group trained on in part that comes back whole counts as trained: the job knows groups only. And a server
+        # that has forgotten the newer trainer takes the commit of an older one.
+        may_count = {group_id for group_id, _ in (*weights, *delivered)}
         most += sum(
-            group_id in groups for group_id, _ in set(planned if usable is None else usable) - set(weights)
+            group_id in may_count for group_id, _ in set(planned if usable is None else usable) - set(weights)
         )
     if trained > most or (trained < len(weights) and not server_lost):
         found.append(f"ledger trained is {trained}, the checkpoint has {len(weights)}")

@@ -460,12 +460,19 @@ class Chaos:
         report.lost = len(required - registered(run) - set(weights))
         report.trained_twice = len(weights) - len(set(weights))
         report.drain_s = round(time.monotonic() - self.calm_at, 1)
+        deliveries = read_deliveries(self.folder)
         if drained:
             report.problems += problems(
-                run, required, weights, optional=optional, usable=usable, server_lost=report.server_losses > 0
+                run,
+                required,
+                weights,
+                optional=optional,
+                usable=usable,
+                delivered=[each for _, _, members in deliveries for each in members],
+                server_lost=report.server_losses > 0,
             )
         first: dict[int, list[Identity]] = {}
-        for _, version, members in read_deliveries(self.folder):
+        for _, version, members in deliveries:
             report.batches += 1
             report.batches_again += version in first
             if first.setdefault(version, members) != members and not report.server_losses:
