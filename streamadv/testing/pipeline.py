@@ -26,7 +26,7 @@ from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
-from ..run.manifest import RunSettings
+from ..run.manifest import KEPT_KINDS, RunSettings
 from ..status import watchdog
 from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, heartbeat, supply, together
@@ -79,6 +79,7 @@ class Pipeline:
             group_deadline_s=self.scene.deadline_s,
             redundancy=self.scene.redundancy,
             scorers=scorers,
+            keep=dict.fromkeys(KEPT_KINDS, 1.0),
         )
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
