@@ -9,7 +9,9 @@ from ..run.manifest import Manifest
 from ..trajectory.packet import REWARD
 from .seen import SeenGroup
 
-_NUMBERS: Final = "no one two three four five six seven eight nine ten eleven twelve".split()
+_NUMBERS: Final = (
+    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
 
 
 def number_text(number: int) -> str:

@@ -54,6 +54,8 @@ _KEYS = re.compile(r"^-- KEYS  (.*(?:\n-- {7}.*)*)", re.MULTILINE)
 _KEY = re.compile(r"(\()?(\w+)(?:: (\w+(?: \| \w+)*))?( \.\.\.)?\)?")
 _FENCE = re.compile(r"^-- fenced by (\w+)$", re.MULTILINE)
 
+#: A write that changes nothing, as `void` is never there; above maxmemory it is refused.
+ASK_FOR_MEMORY: Final = "local has_memory=type(redis.pcall('LPUSHX',KEYS[1],''))=='number'"
 #: Reply of a fenced script to a caller with an older epoch.
 FENCED: Final = -1
 
@@ -172,7 +174,7 @@ def _prologue(keys: Sequence[Key], fence: str | None) -> str:
     used = [(i, key) for i, key in enumerate(keys, 1) if not (key.is_void or key.is_declared)]
     parts = ["redis.call('DEL',KEYS[1])"] if keys[0].is_void else []
     if any(key.name == "kept" for key in keys):
-        parts.insert(0, "local has_memory=type(redis.pcall('LPUSHX',KEYS[1],''))=='number'")
+        parts.insert(0, ASK_FOR_MEMORY)
     parts.append(f"local keys={{{','.join(f'{key.name}=KEYS[{i}]' for i, key in used if not key.is_list)}}}")
     for i, key in used:
         if key.is_list:
