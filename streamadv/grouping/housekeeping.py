@@ -56,12 +56,12 @@ class Housekeeping:
         self._short.look()
         done, memory = True, run.connection.memory()
         for shard in run.shards:
+            more_kept = trim_kept(shard, run.manifest, memory)  # before any group ends
             apply_scores(run, shard)  # before a deadline ends the groups that they complete
             more_due = self._expire(shard, until)
             while pass_on_ended(run, shard) and clock.now() < until:
                 pass
             trim_dead(shard, run.manifest.dead_bytes)
-            more_kept = trim_kept(shard, run.manifest, memory)
             while swept := sweep(shard):
                 if clock.now() >= until:
                     break

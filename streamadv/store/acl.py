@@ -84,7 +84,7 @@ OBSERVER: Final = Role(
         "rollouts work scoring": "xinfo|consumers xinfo|groups xinfo|stream xlen xrange",
         "dead": "zrange zscore",
         "malformed": "xrange",
-        "kept": "xlen xrange",
+        "kept": "xrange",
     },
     scripts=False,
 )
