@@ -33,8 +33,6 @@ GROUP_REASONS: Final = (
     "stale",
     "rolled_back",
 )
-#: Seconds from the start until a grouper has said what is kept.
-SETTLED_S: Final = 5.0
 #: Streams that a run leaves empty.
 STREAMS: Final = (b":rollouts", b":groups", b":work", b":results", b":scoring:judge")
 
@@ -89,8 +87,7 @@ def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Ite
         kept[group.outcome] += group.count - len(group.left_out)
     ended = {"trained": counters["trained"] + counters["dropped:baseline"] + counters["dropped:oversize"]}
     ended |= {reason: counters[f"dropped:{reason}"] for reason in GROUP_REASONS}
-    # Above maxmemory nothing is kept, and the oldest go. What the grouper says first may be among what is lost.
-    may_lack = pipeline.world.was_full or any(since < SETTLED_S for _, since in pipeline.world.lost)
+    may_lack = pipeline.world.was_full  # above maxmemory nothing is kept, and the oldest go
     for reason, count in ended.items():
         if kept[reason] > count or (kept[reason] < count and not may_lack):
             yield f"kept: {kept[reason]} trajectories of {count} {reason}"

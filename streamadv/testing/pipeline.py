@@ -65,6 +65,9 @@ POLLS: Final = (
     (heartbeat, "LOOK_S", 4.0),
 )
 
+#: What `trim_kept` writes in a run that keeps everything.
+KEEP: Final = b"268435456 1.0 1.0 1.0 1.0"
+
 
 class Pipeline:
     """One schedule. world: entered."""
@@ -106,6 +109,8 @@ class Pipeline:
         world = self.world
         with TemporaryDirectory(prefix="streamadv-world-") as folder, self._adapted():
             self.folder = Path(folder)
+            # As if a grouper had been here before: what it says first is not lost.
+            world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": KEEP}
             self._supervise("grouper", lambda: grouper(RUN, self.settings))
             for number in range(self.scene.workers):
                 self._supervise(f"worker{number}", lambda: advantage_worker(RUN, self.settings))
