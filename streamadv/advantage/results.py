@@ -163,7 +163,7 @@ def results_of_groups(
         for name, raw in results.items()
     ]
     arrays += [
-        Numbers(name, "token", np.frombuffer(raw, OUTPUT_COLUMNS.get(name, "<f4")))
+        Numbers(name, "token", np.frombuffer(raw, (OUTPUT_COLUMNS | KNOWN_COLUMNS)[name]))
         for name, raw in outputs.items()
     ]
     found = {}

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import WireError
 from ..messages import one_line
-from ..trajectory.columns import Array
+from ..trajectory.columns import KNOWN_COLUMNS, Array
 from .manifest import KEPT_KINDS, Manifest
 from .run import Shard
 
@@ -24,8 +24,8 @@ MAXMEMORY_SHARE: Final = 0.1
 TRIM_COUNT: Final = 64
 #: What a field of an output hash begins with that holds the results of one group.
 RESULTS_OF: Final = "kept:"
-#: dtypes of results: rewards, and everything else.
-_DTYPES: Final = {name: np.dtype(name) for name in ("<f8", "<f4")}
+#: dtypes of results: of rewards, and of columns.
+_DTYPES: Final = {dtype.str: dtype for dtype in (np.dtype("<f8"), *KNOWN_COLUMNS.values())}
 
 
 def share_kept(manifest: Manifest, kind: str) -> float:

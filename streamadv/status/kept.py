@@ -25,6 +25,7 @@ from .why import why
 
 #: Results that are 0 on tokens that are not trained on, as in a micro-batch.
 SPREAD: Final = frozenset({"advantages", "returns"})
+MASK: Final = "response_mask"
 
 
 def kept(
@@ -81,7 +82,8 @@ def trajectories_of(run: Run, group: SeenGroup) -> Iterator[Trajectory]:
         more["batch"] = group.batch if trained or group.where == "waiting" else None
         more["staleness"] = None if more["batch"] is None else reference.staleness(more["batch"])
         with suppress(WireError):
-            columns, mask = outputs.get(index, {}), payload.columns["response_mask"]
+            columns, mask = outputs.get(index, {}), payload.columns[MASK]
+            mask = columns.pop(MASK, mask)  # the chain may have left tokens out
             columns |= {name: np.where(mask > 0, columns[name], 0) for name in SPREAD & columns.keys()}
             yield payload_trajectory(reference, payload, columns, **more)
 
@@ -91,7 +93,7 @@ def outputs_of(group: SeenGroup) -> dict[int, dict[str, Array]]:
     counting = [member for member in group.members if member.rollout_index in group.counting]
     outputs: dict[int, dict[str, Array]] = {member.rollout_index: {} for member in counting}
     for name, level, values in group.results:
-        if name not in OUTPUT_COLUMNS:
+        if name not in OUTPUT_COLUMNS and name != MASK:
             continue
         counts = [_count(member, level) for member in counting]
         if sum(counts) != len(values):
