@@ -61,10 +61,14 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     )
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
+    if malformed := counters.get("malformed", 0):
+        yield f"accounting: {malformed} entries are malformed, and only the run has written"
     store = pipeline.world.server.store
     for key, value in sorted(store.data.items()):
         if key.endswith(STREAMS) and value.ids and not may_stay:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
+        elif key.endswith(b":garbage"):
+            yield f"accounting: {len(value)} payloads are left in {key.decode()}"
 
 
 def _may_count_otherwise(pipeline: Pipeline) -> bool:

@@ -95,6 +95,9 @@ class Scene:
     scored: bool
     needs: bool
     """Whether the chain needs a column, so that groups without it become dead letters."""
+    groupers: int
+    successor_s: float
+    """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
 
@@ -141,6 +144,8 @@ def draw_scene(world: World) -> Scene:
         scored=pick("scored", False, False, True),
         needs=pick("needs", False, False, True),
         folder=pick("folder", False, False, True),
+        groupers=pick("groupers", 1, 1, 2),
+        successor_s=pick("successor_s", 0.0, 0.0, 0.0, 6.0, 12.0, 25.0),
     )
 
 
