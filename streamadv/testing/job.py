@@ -245,7 +245,7 @@ class Job:
             )
             if not is_well:
                 continue
-            if life.finished is None and world.time - life.opened > 5.0:
+            if not life.finishes and world.time - life.opened > 5.0:
                 pipeline.violate(
                     f"P3: the run has ended, and producer {life.name} is alive and has not finished"
                 )

@@ -15,7 +15,7 @@ from ..status import problems_of, read_shards
 from ..status.audit import audit
 from ..status.model import Ledger
 from ..store.connection import Connection
-from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, whole_groups
+from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, was_open_again, whole_groups
 from .pipeline import Pipeline
 from .plan import Choices, cut_down
 from .scene import RUN, Place, Violation
@@ -57,6 +57,7 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     unknown = sum(
         is_excused(pipeline, pipeline.acknowledged.get(place, []))
         or may_be_over(pipeline, pipeline.groups[place[0]])
+        or was_open_again(pipeline, pipeline.groups[place[0]])
         for place in weights
     )
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):

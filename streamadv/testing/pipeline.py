@@ -248,6 +248,7 @@ class Pipeline:
             for hand in hands:
                 hand.join()
             if plan["ends"] == "finish":
+                life.finishes = True
                 producer.finish()
                 life.finished = self.world.time
                 self.world.moment()
@@ -282,6 +283,7 @@ class Pipeline:
                 *(self._async_hand(number, due, plan, opened, life) for due in plan["hands"])
             )
             if plan["ends"] == "finish":
+                life.finishes = True
                 await opened.finish()
                 life.finished = self.world.time
                 self.world.moment()

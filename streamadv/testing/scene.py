@@ -39,7 +39,10 @@ class Life:
     """When it had."""
     is_unheard: bool = False
     """Whether it has left without the server having heard of it."""
+    finishes: bool = False
+    """Whether it has begun to say that no more comes."""
     finished: float | None = None
+    """When it had said so."""
 
     @property
     def end(self) -> float:
