@@ -17,7 +17,10 @@ from streamadv.trainer.microbatch import MicroBatch
 
 LENGTHS = [5, 2, 7, 3, 6]
 COLUMNS = ("log_probs", "old_log_probs", "advantages", "weights")
-LOSSES: list[Callable[..., losses.Loss]] = [losses.ppo_clip, losses.gspo, losses.cispo, losses.reinforce]
+BY_ROW: list[Callable[..., losses.Loss]] = [losses.gspo, losses.row_clip, losses.gmpo, losses.vespo]
+LOSSES: list[Callable[..., losses.Loss]] = [
+    losses.ppo_clip, losses.cispo, losses.reinforce, losses.icepop, losses.sapo, losses.dppo, *BY_ROW
+]  # fmt: skip
 
 
 def packed(lengths: list[int] = LENGTHS, seed: int = 0) -> MicroBatch:
@@ -41,7 +44,7 @@ def part(batch: MicroBatch, first: int, stop: int) -> MicroBatch:
 
 
 def loss_of(function: Callable[..., losses.Loss], mb: Any, log_probs: Tensor, **options: Any) -> Tensor:
-    if function is losses.gspo:
+    if function in BY_ROW:
         options["cu_seqlens"] = getattr(mb, "cu_seqlens", None)
     arguments = (log_probs, mb.old_log_probs, mb.advantages, mb.response_mask)
     return function(*arguments, weights=mb.weights, **options)[0]
@@ -114,7 +117,7 @@ def test_masked_tokens_have_no_effect(function: Callable[..., losses.Loss], garb
 @pytest.mark.parametrize("function", LOSSES)
 def test_of_no_tokens_everything_is_zero(function: Callable[..., losses.Loss]) -> None:
     nothing = torch.zeros(0, requires_grad=True)
-    options = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if function is losses.gspo else {}
+    options = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if function in BY_ROW else {}
     mask = torch.zeros(0, dtype=torch.uint8)
     tokens, metrics = function(nothing, nothing, nothing, mask, **options)
     assert all(value == 0 for value in metrics.values())
@@ -155,7 +158,7 @@ def test_ratios_are_bounded(function: Callable[..., losses.Loss], bound: float) 
     loss.sum().backward()
     assert loss.item() == pytest.approx(math.exp(bound))
     assert log_probs.grad == 0
-    assert metrics["actor/ppo_kl"] == (-30 if function is losses.gspo else -20)
+    assert metrics["actor/ppo_kl"] == (-30 if function in BY_ROW else -20)
 
 
 def test_half_precision_is_computed_in_float32() -> None:
