@@ -113,13 +113,16 @@ def _kl_to_go_step(config: KLConfig) -> ChainStep:
 
 
 def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
+    teachers = {f"teacher_log_probs_{name}": coefficient for name, coefficient in config.teachers.items()}
+    teachers = teachers or {"teacher_log_probs": config.coefficient}
+
     def run(state: State) -> State:
         batch, before = state.batch, state.advantages
         assert before is not None  # a chain is not cut between the estimator and this step
-        tokens = state.tokens
-        log_probs, teacher = batch.column(config.log_probs), batch.column("teacher_log_probs")
-        kl, _ = column_kl(log_probs, teacher, config.penalty, tokens)
-        term = -config.coefficient * kl
+        tokens, log_probs = state.tokens, batch.column(config.log_probs)
+        kls = [column_kl(log_probs, batch.column(name), config.penalty, tokens)[0] for name in teachers]
+        terms = [-coefficient * kl for coefficient, kl in zip(teachers.values(), kls, strict=True)]
+        kl, term = (torch.stack(each).sum(0) if len(each) > 1 else each[0] for each in (kls, terms))
         advantages, returns = (term, term) if config.only else (term + before, state.returns)
         known = summarise(advantages, tokens.mask)
         metrics = {
@@ -130,8 +133,9 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
             state = replace(state, changed={**state.changed, "raw_advantages": before})
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns, summary=known)
 
-    needs = ("response_mask", config.log_probs, "teacher_log_probs")
-    text = f"{'only ' if config.only else ''}minus {config.coefficient} {config.penalty} against teacher_log_probs"
+    needs = ("response_mask", config.log_probs, *teachers)
+    parts = [f"minus {coefficient} {config.penalty} against {name}" for name, coefficient in teachers.items()]
+    text = f"{'only ' if config.only else ''}{', '.join(parts)}"
     return ChainStep("distill", needs, "row", text, run)
 
 

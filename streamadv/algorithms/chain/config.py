@@ -88,9 +88,12 @@ class KLConfig(_Section):
 
 
 class DistillConfig(_Section):
-    """On-policy distillation: advantages minus coefficient * KL(policy, teacher_log_probs)."""
+    """On-policy distillation: advantages minus coefficient * KL(policy, teacher_log_probs), or of several teachers."""
 
     coefficient: Positive = 1.0
+    teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], Positive] = Field(
+        default_factory=dict  # name -> coefficient, of the column teacher_log_probs_NAME
+    )
     penalty: KLPenalty = "k1"
     log_probs: PolicyLogProbs = "rollout_log_probs"
     only: bool = False  # without the estimator's advantages
@@ -202,6 +205,7 @@ class ChainConfig(_Section):
             _mask_problems(self.masks),
             _token_reward_problems(self),
             _kl_problems(self.kl),
+            _distill_problems(self.distill),
             _correction_problems(self.correction),
         ):
             for problem in problems:
@@ -268,6 +272,11 @@ def _kl_problems(config: KLConfig | None) -> Iterator[str]:
         yield "kl.horizon does nothing without kl.target"
     if config.target is not None and config.coefficient == 0:
         yield "kl.coefficient is 0 and never adapts to kl.target: begin above 0"
+
+
+def _distill_problems(config: DistillConfig | None) -> Iterator[str]:
+    if config is not None and config.teachers and config.coefficient != DistillConfig().coefficient:
+        yield "distill.coefficient does nothing beside distill.teachers, which have their own"
 
 
 def _token_reward_problems(config: ChainConfig) -> Iterator[str]:

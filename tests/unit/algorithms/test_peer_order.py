@@ -231,6 +231,30 @@ def test_a_preset_takes_more_fields() -> None:
         build_chain({"preset": "verl/gpro"})
 
 
+def test_several_teachers_are_rolls_sum() -> None:
+    z = drawn(1)
+    pairs = []
+    for i, label in enumerate(z["labels"]):
+        columns = {"rollout_log_probs": z["rollout_log_probs"][i], "teacher_log_probs_a": z["ref_log_probs"][i],
+                   "teacher_log_probs_b": z["old_log_probs"][i]}  # fmt: skip
+        pairs.append(member(f"g{label}", i, float(z["rewards"][i]), [z["mask"][i].tolist()], **columns))
+    distill = {"teachers": {"a": 0.5, "b": 2.0}, "penalty": "k3"}
+    found = run_chain(build_chain({"preset": "roll/reinforce", "distill": distill}), batch_of(pairs))
+    rewards = {"token_level_rewards": placed(z["rewards"], z["mask"]), "response_mask": z["mask"]}
+    teachers = {"teacher_log_probs_a": z["ref_log_probs"], "teacher_log_probs_b": z["old_log_probs"]}
+    want, _ = padded.compute_advantage(
+        {**rewards, **teachers, "rollout_log_probs": z["rollout_log_probs"]}, adv_estimator="reinforce",
+        distill_teachers={"a": 0.5, "b": 2.0}, distill_penalty="k3", peer_quirks="roll",
+        **{"distill_from": "rollout_log_probs"},
+    )  # fmt: skip
+    assert found.advantages is not None
+    torch.testing.assert_close(
+        found.advantages.reshape(-1, WIDTH), want["advantages"] * z["mask"], rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(SettingError, match=r"distill\.coefficient does nothing beside distill.teachers"):
+        build_chain({"distill": {**distill, "coefficient": 0.3}})
+
+
 STEP_TOKENS = 3
 
 
