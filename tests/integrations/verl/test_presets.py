@@ -50,8 +50,9 @@ def of_verl(name: str, z: dict[str, Any], kl: bool, correction: bool) -> tuple[A
         "ref_log_prob": z["ref_log_probs"],
         "values": z["values"],
         "sum_pi_squared": z["sum_pi_squared"],
-        "reward_baselines": z["baselines"],
     }
+    if name == "remax":
+        tensors["reward_baselines"] = z["baselines"]
     uid = np.array([str(label) for label in z["labels"]], dtype=object)
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
     if kl:
