@@ -18,6 +18,7 @@ from torch import Tensor
 
 from streamadv import padded
 from streamadv.algorithms import build_chain, expand, preset_names, run_chain
+from streamadv.algorithms.chain.sources import split_by_source
 from streamadv.algorithms.packing import pack_trajectories
 from streamadv.errors import SettingError
 from streamadv.trajectory.schema import Step
@@ -214,6 +215,24 @@ def test_verl_charges_sessions_of_several_rows_the_kl_of_the_last() -> None:
     torch.testing.assert_close(got, advantages * z["mask"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name", ["verl/gae", "verl/gpg", "verl/reinforce_plus_plus_baseline", "trl/grpo_batch"]
+)
+def test_sources_are_batches_of_their_own(name: str) -> None:
+    """by_source: what a preset takes over the batch it takes over the groups of one source, KL and rejection too."""
+    batch = replace(packed(drawn(5), False), group_sources=["math", "code", "math"])
+    config = chain_config(name, kl=KL, correction=CORRECTION)
+    if name == "verl/gae":
+        config["advantage_clip"] = 1.5
+    together = run_chain(build_chain({**config, "by_source": True}), batch)
+    assert together.advantages is not None
+    for source, part in split_by_source(batch):
+        alone = run_chain(build_chain(config), part.batch)
+        assert alone.advantages is not None
+        assert torch.equal(together.advantages[part.indices[together.level]], alone.advantages)
+        assert together.metrics[f"{source}/critic/kl"] == alone.metrics["critic/kl"]
+
+
 def test_an_order_can_be_left() -> None:
     after = {**CORRECTION, "before_estimator": False}
     steps = [step.name for step in build_chain(chain_config("verl/grpo", correction=after)).steps]
@@ -321,7 +340,7 @@ def test_roll_steps(name: str, kl: Any, finish: Any) -> None:
 
 
 def test_an_empty_batch_has_no_advantages() -> None:
-    for name in (name for name in preset_names() if not name.startswith("own")):
+    for name in ("ppo", "vtrace", "step_rloo", *(name for name in preset_names() if "/" in name)):
         chain = build_chain(name)
         result = run_chain(chain, pack_trajectories([], names=("response_mask", *chain.needs)))
         assert result.advantages is not None
