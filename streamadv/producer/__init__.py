@@ -12,7 +12,7 @@ asyncio producer only carry the requests out. In reading order:
 - `slots.py`: this process's view of a group's slots. `base_group.py`, `group.py`, `async_group.py`: groups and
   rollouts. `failures.py`: why rollouts failed.
 - `records.py`: reads a plain record. `extra_columns.py`: gives extra columns the form that the run has for them.
-- `encode.py`, `push.py`: what a push sends, in slices. `resend.py`: pushes again to a server that has lost data.
+- `group_columns.py`: columns that all rollouts of a group share. `encode.py`, `push.py`: what a push sends, in slices. `resend.py`: pushes again to a server that has lost data.
   `together.py`, `sender.py`: send several pushes in one call, from one caller or from many tasks.
 """
 

@@ -21,6 +21,7 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
+from .group_columns import ColumnsPush
 from .membership import Membership
 from .replies import (
     NO_ROOM,
@@ -156,7 +157,8 @@ class Admission:
         self._membership.version = model_version = as_count(version)
         counts = (spec.size, int(slots), as_count(epoch), model_version)
         shared = (spec.data_source, dict(spec.metadata), spec.role)
-        return Ticket(spec.group_id, 0, *counts, *shared, deadline_s=spec.deadline_s, round=spec.round)
+        terms = (spec.deadline_s, spec.round, spec.columns)
+        return Ticket(spec.group_id, 0, *counts, *shared, None, *terms)
 
     def traced(self, ticket: Ticket, since: int) -> Ticket:
         """The ticket with the group's trace, if traces are recorded. since: `tracing.now()` when it was asked for."""
@@ -166,7 +168,7 @@ class Admission:
     def call_group_script(
         self,
         spec: GroupSpec,
-        call: Callable[[list[Any]], ScriptCall | Push],
+        call: Callable[[list[Any]], ScriptCall | Push | ColumnsPush],
         budget: int | None = None,
         *,
         waits: bool = False,
@@ -230,10 +232,11 @@ class Admission:
         slot_bytes, is_new = manifest.max_trajectory_bytes, budget is not None
         if budget is None:
             budget = self._membership.max_bytes
-            slot_bytes = max(1, min(slot_bytes, budget // spec.slots))
+            slot_bytes = max(1, min(slot_bytes, (budget - spec.columns) // spec.slots))
         deadline_ms = round((spec.deadline_s or manifest.group_deadline_s) * 1000)
         role = spec.role if spec.round is None else f"{spec.role}/{spec.round}"
-        group = f"{role} {spec.size} {spec.slots} {deadline_ms} {spec.data_source or ''}"
+        columns = f"+{spec.columns}" if spec.columns else ""
+        group = f"{role} {spec.size} {spec.slots}{columns} {deadline_ms} {spec.data_source or ''}"
         pacing = (groups_elsewhere, manifest.max_staleness, manifest.batch_groups)
         limits = (slot_bytes, budget, self._membership.shards, *pacing, int(is_new))
         words = ["-" if limit is None else str(limit) for limit in limits]

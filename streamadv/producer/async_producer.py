@@ -20,6 +20,7 @@ from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .encode import Push
+from .group_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .next_group import NextGroup
@@ -104,7 +105,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
 
     async def _admit(self, request: GroupRequest) -> AsyncGroup:
         call = BeginCall()
-        beginning = asyncio.create_task(self._drive(self._logic.admission.begin(request, call)))
+        beginning = asyncio.create_task(self._drive(self._logic.begin(request, call)))
         try:
             ticket = await asyncio.shield(beginning)
         except asyncio.CancelledError:
@@ -229,6 +230,8 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
             return await self._connection.memory()
         if isinstance(request, ServerIds):
             return await server_ids_async(self._connection, request.shards)
+        if isinstance(request, ColumnsPush):
+            return await self._call(request)
         if isinstance(request, Push):
             companion = request.companion
             accompanying = [] if companion is None else [self._in_background(self._accompany(companion))]
@@ -238,7 +241,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
             return reply
         return await self._run_script(request)
 
-    async def _call(self, push: Push) -> Any:
+    async def _call(self, push: Push | ColumnsPush) -> Any:
         return await run_transaction_async(self._connection, *push.transaction())
 
     async def _run_script(self, call: ScriptCall) -> Any:

@@ -46,6 +46,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         timeout: float | None = None,
         role: str = "train",
         round: str | None = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> GroupT:
         """Admit a group of `size` rollouts of one prompt, and get its tickets.
 
@@ -66,6 +67,9 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             round: of role eval: the name of the round that the group is part of, such as "step-100", at most 200
                 characters without spaces. What a round shows stays together, whatever versions its groups were played
                 with; without a name it is split by version.
+            columns: extra columns that all rollouts of the group share, such as the images of its prompt: name -> array
+                of any shape. They are stored once, and delivered as `mb.extras[name]` for each row of the group that
+                was pushed without a column of this name. At most max_trajectory_bytes together.
 
         Raises:
             Busy: not admitted within `timeout`.
@@ -74,7 +78,9 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             TrajectoryError, SettingError: a wrong argument, or a group larger than the run's whole byte budget.
         """
         return self._begin(
-            GroupRequest(size, group_id, data_source, metadata, deadline_s, redundancy, timeout, role, round)
+            GroupRequest(
+                size, group_id, data_source, metadata, deadline_s, redundancy, timeout, role, round, columns
+            )
         )
 
     #: `begin_group` for use in a with block: on leaving it, rollouts not pushed are failed.

@@ -15,13 +15,15 @@ from ..run.manifest import RunSettings
 from ..store.reasons import Reason
 from ..store.retry import SERVER_ERRORS, server_reason
 from ..store.waiting import Blocked, Wait
-from .admission import Admission
+from .admission import Admission, BeginCall
+from .checks import GroupRequest
 from .failures import Failures
 from .membership import Membership, Weights
 from .push import Pushes
 from .replies import LOST_GROUPS_FIRST, NO_WEIGHTS
 from .requests import STAGE, Pause, Rest, Steps
 from .resend import ResendWindow
+from .tickets import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,19 @@ class ProducerLogic:
         """Join the run and say so."""
         yield from self.membership.join()
         yield from self._attend()
+
+    def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:
+        """`Admission.begin`, and then the group's columns if it has some."""
+        if request.columns is None:
+            return (yield from self.admission.begin(request, call))
+        call, columns = call or BeginCall(), (yield from self.pushes.encode_columns(request.columns))
+        ticket = yield from self.admission.begin(request._replace(columns=columns), call)
+        try:
+            yield from self.pushes.bring_columns(ticket, columns)
+        except BaseException:  # nobody gets the ticket
+            self.admission.leave_unclaimed(call, ticket.group_id)
+            raise
+        return ticket
 
     def heartbeat(self) -> Steps[None]:
         """What is done every few seconds: `_attend`, and find the byte budget."""

@@ -16,6 +16,7 @@ from ..store.scripts import ScriptCall
 from .admission import Admission, BeginCall
 from .checks import GroupRequest
 from .encode import Push
+from .group_columns import ColumnsPush
 from .requests import GroupCall, Steps, T
 from .tickets import GroupSpec, Ticket
 
@@ -101,7 +102,9 @@ class NextGroup:
         finally:
             steps.close()
 
-    def _with_companion(self, make: Callable[[], ScriptCall | Push]) -> ScriptCall | Push:
+    def _with_companion(
+        self, make: Callable[[], ScriptCall | Push | ColumnsPush]
+    ) -> ScriptCall | Push | ColumnsPush:
         attempt = make()
         if not isinstance(attempt, Push):
             return attempt

@@ -22,6 +22,7 @@ from .announcements import Announcements
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .group import Group, Rollout
+from .group_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .next_group import NextGroup
@@ -126,7 +127,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             self._connection.close()
 
     def _begin(self, request: GroupRequest) -> Group:
-        return Group(self, self._drive(self._logic.admission.begin(request)))
+        return Group(self, self._drive(self._logic.begin(request)))
 
     def _groups(self, next_group: NextGroup, ahead: int) -> Iterator[Group]:
         try:
@@ -278,6 +279,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             return self._connection.memory()
         if isinstance(request, ServerIds):
             return server_ids(self._connection, request.shards)
+        if isinstance(request, ColumnsPush):
+            return run_transaction(self._connection, *request.transaction())
         try:
             return run_transaction(self._connection, *request.transaction(), request.companion)
         except BaseException as error:

@@ -16,7 +16,8 @@ The script finds its keys in the Lua table `keys` (`keys.trainer`), a list among
 - `(outputs: output ...)` is declared for the server only: the script knows these keys by its arguments. A list before
   them has them at its end too.
 - A `void` at the start, which never exists, is deleted before anything else. Over `maxmemory` a server refuses a script
-  whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`).
+  whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`,
+  `columns`).
 - `fenced by trainer`: the first argument is the caller's epoch. When the hash `keys.trainer` has a higher one, the
   script changes nothing and `Shard.call` raises EpochFencedError.
 

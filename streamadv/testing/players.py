@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Of one operation that nobody paces.
 MOST_GROUPS: Final = 8
+#: Columns of some groups.
+IMAGE: Final = {"image": [[1, 2], [3, 4]]}
 
 
 class _Play:

@@ -13,7 +13,7 @@ for i, dead_group in ipairs(keys.letters) do
   local id = ARGV[i + 2]
   local group = redis.call('HMGET', keys.dead_group, 'emptied', 'bytes', 'log:payloads')
   if not group[1] and string.match(group[2] or '', '^%d+$') then
-    for item in string.gmatch(group[3] or '', '(%S+ %d+) %d+ [01]+') do
+    for item in string.gmatch(group[3] or '', '(%S+ %d+) %d+ %S+') do
       redis.call('RPUSH', keys.garbage, item)
       payloads = payloads + 1
     end

@@ -28,7 +28,7 @@ end
 
 -- Append the group to the groups log with its scored members: '<size> <count of them> <opened at, ms> <fencing epoch>
 -- <version> <outcome> <data source>', a line for each packet, the member tables, and the scores that `producer.score` brought
--- if there are any.
+-- if there are any. Columns of the group have a line as packets have, with their names in place of a mask.
 local function log_group(group, outcome, scored)
   local payloads, tables = {}, {}
   for _, packet in ipairs(group.packets) do
@@ -38,6 +38,10 @@ local function log_group(group, outcome, scored)
       payloads[#payloads + 1] = packet.key .. ' ' .. packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet)
       tables[#tables + 1] = packet.table
     end
+  end
+  if group.columns_key then
+    payloads[#payloads + 1] = group.columns_key .. ' ' .. group.columns_bytes .. ' 0 ' .. group.column_names
+    group.columns_key = nil
   end
   local head = {group.size, scored, group.opened_ms, group.epoch, group.version, outcome, group.data_source}
   local entry = {'group_id', group.id, 'head', table.concat(head, ' '), 'payloads', table.concat(payloads, '\n'),
@@ -71,6 +75,11 @@ local function remove_group(group)
   redis.call('DEL', group.hash)
   count('groups_open', -1)
   if group.slots and group.slot_bytes then reserve(group.slot_bytes, -slots_with(group, '.')) end
+  if group.columns_key == '' then
+    reserve(group.columns_bytes, -1)
+  elseif group.columns_key then
+    discard({key = group.columns_key, bytes = group.columns_bytes})
+  end
   if group.producer == '' then count('groups_abandoned', -1) end
   if group.role == 'eval' then count('groups_eval', -1) end
   group.state = 'none'
