@@ -63,9 +63,9 @@ class ProducerLogic:
     def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:
         """`Admission.begin`, and then the group's columns if it has some."""
         if request.columns is None:
-            return (yield from self.admission.begin(request, call))
+            return (yield from self.admission.begin(request, call))[0]
         call, columns = call or BeginCall(), (yield from self.pushes.encode_columns(request.columns))
-        ticket = yield from self.admission.begin(request._replace(columns=columns), call)
+        [ticket] = yield from self.admission.begin(request._replace(columns=columns), call)
         try:
             yield from self.pushes.bring_columns(ticket, columns)
         except BaseException:  # nobody gets the ticket
@@ -92,7 +92,8 @@ class ProducerLogic:
         say_open = partial(membership.send_heartbeat, "open")
         has_all = yield from self._resend.check(manifest.keys.shards, first=say_open)
         if membership.finished or membership.closed:
-            self.admission.leave_ahead()  # the server has answered what was asked before the heartbeat
+            for groups in list(self.admission.ahead):
+                groups.leave()
         yield from self.admission.withdraw()
         if has_all and membership.finished:
             yield from membership.send_heartbeat("finished")

@@ -112,27 +112,9 @@ class Client(redis.Redis):
 
     attempts = 1  # at sending what goes past redis-py
 
-    def transact(
-        self,
-        payloads: Payloads,
-        call: Sequence[Any],
-        also: Sequence[Any] = (),
-        hear: Callable[[Any], object] | None = None,
-    ) -> Any:
-        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was.
-
-        also: a command that is sent behind EXEC. hear: gets its reply or its error, unless the connection breaks.
-        """
-        pieces, count = pack_transaction(payloads, call)
-        if not also:
-            return self._exchange(pieces, count, transaction_result, call)
-
-        def result_of(replies: list[Any]) -> Any:
-            if hear is not None:
-                hear(replies.pop())
-            return transaction_result(replies)
-
-        return self._exchange([*pieces, *_packed([also])], count + 1, result_of, call)
+    def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
+        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
+        return self._exchange(*pack_transaction(payloads, call), transaction_result, call)
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's client."""

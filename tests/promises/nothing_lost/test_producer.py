@@ -566,18 +566,17 @@ async def test_a_cancelled_begin_leaves_the_tickets_of_others(redis_url: str, ru
             assert [await rollout.push(**COLUMNS) for rollout in group] == ["pushed"] * 2
 
 
-async def test_a_group_that_a_cancelled_push_has_asked_for_is_not_open_after_the_close(
+async def test_groups_that_a_cancelled_iteration_has_asked_for_are_not_open_after_the_close(
     redis_url: str, run: str
 ) -> None:
-    """The server opens it while the producer leaves."""
+    """The server opens them while the producer leaves."""
     with redis.Redis.from_url(redis_url) as client:
         producer = await Producer(redis_url, run).__aenter__()
-        groups = producer.groups(1)
-        (rollout,) = await anext(groups)
+        groups = producer.groups(1, ahead=3)
         with holding(client):
-            push = asyncio.create_task(rollout.push(**COLUMNS))
+            iteration = asyncio.ensure_future(anext(groups))
             await asyncio.to_thread(until, lambda: has_been_asked(client), "it has asked")
-            push.cancel()
+            iteration.cancel()
             closing = asyncio.create_task(producer.close())
             for _ in range(50):  # until it says goodbye
                 await asyncio.sleep(0)
