@@ -54,6 +54,7 @@ def _options(target: Target, retry: type[Any], socket_timeout: float, retries: i
     options = target.shared_options | {"socket_timeout": socket_timeout, "retry": retry(backoff, retries)}
     if "socket_connect_timeout" in options:
         options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
+    options["encoding_errors"] = "backslashreplace"  # of a refusal, which may repeat what somebody has sent
     options |= doors.client_options if retry is Retry else doors.async_client_options
     return options | (CLUSTER_OPTIONS if target.cluster else {"retry_on_error": list(SENT_AGAIN_ON)})
 

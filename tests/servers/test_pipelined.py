@@ -14,7 +14,7 @@ import redis
 from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError, TimeoutError
 
 from streamadv.producer import Producer
-from streamadv.store import clients, exchange
+from streamadv.store import clients
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.pipelined import Pipelined
@@ -182,7 +182,7 @@ def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
         assert isinstance(client, clients.Client)
         client.ping()
         with monkeypatch.context() as patch:
-            patch.setattr(exchange, "_receive", interrupt)
+            patch.setattr(redis.connection.AbstractConnection, "read_response", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 client.transact([], ("EVAL", busy, 0, "first"))
         assert client.transact([], ("EVAL", ECHO, 0, "second")) == b"second"
