@@ -54,7 +54,6 @@ class BeginCall:
     """One call of `begin`: by its nonce the server knows which groups it opened."""
 
     nonce: str = field(default_factory=lambda: doors.random_bytes(8).hex())
-    wanted: bool = True  # whether the caller still waits
     others: Sequence[str] = ()  # ids of the further groups it asks for
 
 
@@ -77,7 +76,7 @@ class Admission:
         """Admit up to `count` groups and return their first tickets: one at least.
 
         Waits up to `request.timeout` seconds (None = for ever) for the first one, and not for the others. Raises Busy,
-        also if `call` is no longer wanted, GroupEndedError, RunEndedError, TrajectoryError, SettingError.
+        GroupEndedError, RunEndedError, TrajectoryError, SettingError.
         """
         call, since = call or BeginCall(), tracing.now()
         has_given_id = request.group_id is not None
@@ -89,7 +88,7 @@ class Admission:
             spec, reply = yield from self._ask_to_begin(spec, call, has_given_id, count)
             if reply[0] in (b"ok", b"open"):
                 wait.over()
-                if self._membership.closed or not call.wanted:
+                if self._membership.closed:
                     for group_id in (spec.group_id, *call.others):
                         self.leave_unclaimed(call, group_id)
                     self._membership.check_open()
@@ -108,8 +107,6 @@ class Admission:
             knows_none = reply is OUT_OF_MEMORY  # else an announcement from before would end the pause
             with metrics.wait(STAGE):
                 yield Pause(delay) if knows_none else AdmissionPause(delay, keys, announcement(reply))
-            if not call.wanted:
-                raise busy_error(reason, self._membership.run)
             spec = spec if has_given_id else spec._replace(group_id=new_group_id())
 
     def check(self, request: GroupRequest) -> GroupSpec:

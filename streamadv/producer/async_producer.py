@@ -13,7 +13,6 @@ from ..store.calls import run_script_async, run_transaction_async, server_ids_as
 from ..store.connection import AsyncConnection
 from ..store.replies import as_int
 from ..trajectory.schema import Trajectory
-from .admission import BeginCall
 from .ahead import Ahead
 from .announcements import AsyncAnnouncements
 from .async_group import AsyncGroup, AsyncRollout
@@ -48,7 +47,6 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         self._idle = asyncio.Event()  # set once it is closed and no call is under way
         # Done once it is closed.
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Self:
         """As `Producer.open`."""
@@ -101,21 +99,7 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
             ahead.leave()
 
     async def _admit(self, request: GroupRequest) -> AsyncGroup:
-        call = BeginCall()
-        beginning = asyncio.create_task(self._drive(self._logic.begin(request, call)))
-        try:
-            ticket = await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            call.wanted = False
-            self._in_background(self._forget(beginning, call))
-            raise
-        return AsyncGroup(self, ticket)
-
-    async def _forget(self, beginning: asyncio.Task[Ticket], call: BeginCall) -> None:
-        """Withdraw the group of a call that nobody waits for."""
-        with suppress(StreamadvError):
-            self._logic.admission.leave_unclaimed(call, (await beginning).group_id)
-            await self._drive(self._logic.admission.withdraw())
+        return AsyncGroup(self, await self._drive(self._logic.begin(request)))
 
     async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """As `Producer.push`."""
@@ -236,17 +220,11 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     async def _call(self, push: Push | ColumnsPush) -> Any:
         return await run_transaction_async(self._connection, *push.transaction())
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
 
 class BeginGroup(Coroutine[Any, Any, AsyncGroup]):
     """A group that is admitted when this is awaited, or when its `async with` block is entered.
 
-    If the server opens it after its caller was cancelled, it is withdrawn.
+    If the server has opened it when its caller is cancelled, it is withdrawn: with the next group, or heartbeat.
     """
 
     def __init__(self, admitting: Coroutine[Any, Any, AsyncGroup]) -> None:

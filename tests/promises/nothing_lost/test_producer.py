@@ -266,15 +266,17 @@ def test_a_forked_child_finds_no_lock_held(redis_url: str, run: str) -> None:
 def test_threads_that_begin_at_once_in_a_forked_child_start_one_heartbeat(fake: Connection) -> None:
     def start_rollouts() -> int:
         others: list[threading.Thread] = []
+        start = producer._start_heart
 
-        def forget_ahead() -> None:
+        def start_heart() -> None:
             """Another thread starts its rollout meanwhile; it waits if it is to wait."""
             if not others:
                 others.append(threading.Thread(target=rollouts[1]._start))
                 others[0].start()
                 others[0].join(0.2)
+            start()
 
-        producer._logic.admission.forget_ahead = forget_ahead  # type: ignore[method-assign]
+        producer._start_heart = start_heart  # type: ignore[method-assign]
         rollouts[0]._start()
         others[0].join(60)
         return sum(thread.name == "streamadv-heartbeat" for thread in threading.enumerate())
