@@ -70,16 +70,13 @@ class Admission:
         self._unclaimed: set[tuple[str, str]] = set()
         self.ahead: WeakSet[Ahead] = WeakSet()  # what iterators have begun and nobody has asked for yet
 
-    def begin(
-        self, request: GroupRequest, call: BeginCall | None = None, count: int = 1
-    ) -> Steps[list[Ticket]]:
+    def begin(self, request: GroupRequest, call: BeginCall, count: int = 1) -> Steps[list[Ticket]]:
         """Admit up to `count` groups and return their first tickets: one at least.
 
         Waits up to `request.timeout` seconds (None = for ever) for the first one, and not for the others. Raises Busy,
         GroupEndedError, RunEndedError, TrajectoryError, SettingError.
         """
-        call, since = call or BeginCall(), tracing.now()
-        has_given_id = request.group_id is not None
+        since, has_given_id = tracing.now(), request.group_id is not None
         spec = self.check(request)
         yield from self._membership.reopen()
         yield from self.withdraw()

@@ -60,12 +60,14 @@ class ProducerLogic:
         yield from self.membership.join()
         yield from self._attend()
 
-    def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:
+    def begin(self, request: GroupRequest) -> Steps[Ticket]:
         """`Admission.begin`, and then the group's columns if it has some."""
-        if request.columns is None:
-            return (yield from self.admission.begin(request, call))[0]
-        call, columns = call or BeginCall(), (yield from self.pushes.encode_columns(request.columns))
+        call, columns = BeginCall(), None
+        if request.columns is not None:
+            columns = yield from self.pushes.encode_columns(request.columns)
         [ticket] = yield from self.admission.begin(request._replace(columns=columns), call)
+        if columns is None or not columns.size:
+            return ticket
         try:
             yield from self.pushes.bring_columns(ticket, columns)
         except BaseException:  # nobody gets the ticket

@@ -130,6 +130,15 @@ def test_wrong_columns_open_no_group(fake: Connection, columns: Any, problem: st
     assert join(fake, "r").counters()["groups_open"] == 0
 
 
+@pytest.mark.parametrize("columns", [None, {}, {"images": None}])
+def test_no_columns_are_none(fake: Connection, columns: Any) -> None:
+    with producing(fake, "r") as producer:
+        play(producer, "g", columns=columns)
+    run = join(fake, "r")
+    assert stored(run) == 2
+    assert logged(run)["g"].columns is None
+
+
 def test_a_name_has_one_form_in_the_run(fake: Connection) -> None:
     with producing(fake, "r") as producer:
         play(producer, "a", columns={"box": np.zeros((1, 4), np.float32)})
@@ -212,8 +221,13 @@ def test_a_dead_group_comes_back_with_them(fake: Connection) -> None:
     assert problems(run) == []
     assert len(payload_keys(run)) == 3
     run.shard(0).call("requeue", ["g"], dead_group="g")
-    assert logged(run)["g"].columns == group.columns
+    [back] = logged(run).values()
+    assert back.columns == group.columns
     assert problems(run) == []
+    letter = [1, back.entry, "g", "", "undecodable", "test", 2, group.size_bytes]
+    run.shard(0).call("dead_letter_group", letter, dead_group="g")
+    run.shard(0).call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shard(0).dead_group("g")])
+    assert stored(run) == 0
 
 
 @pytest.mark.server
