@@ -54,6 +54,7 @@ def _options(target: Target, retry: type[Any], socket_timeout: float, retries: i
     options = target.shared_options | {"socket_timeout": socket_timeout, "retry": retry(backoff, retries)}
     if "socket_connect_timeout" in options:
         options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
+    options["encoding_errors"] = "backslashreplace"  # of a refusal, which may repeat what somebody has sent
     options |= doors.client_options if retry is Retry else doors.async_client_options
     return options | (CLUSTER_OPTIONS if target.cluster else {"retry_on_error": list(SENT_AGAIN_ON)})
 
@@ -112,27 +113,9 @@ class Client(redis.Redis):
 
     attempts = 1  # at sending what goes past redis-py
 
-    def transact(
-        self,
-        payloads: Payloads,
-        call: Sequence[Any],
-        also: Sequence[Any] = (),
-        hear: Callable[[Any], object] | None = None,
-    ) -> Any:
-        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was.
-
-        also: a command that is sent behind EXEC. hear: gets its reply or its error, unless the connection breaks.
-        """
-        pieces, count = pack_transaction(payloads, call)
-        if not also:
-            return self._exchange(pieces, count, transaction_result, call)
-
-        def result_of(replies: list[Any]) -> Any:
-            if hear is not None:
-                hear(replies.pop())
-            return transaction_result(replies)
-
-        return self._exchange([*pieces, *_packed([also])], count + 1, result_of, call)
+    def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
+        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
+        return self._exchange(*pack_transaction(payloads, call), transaction_result, call)
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's client."""

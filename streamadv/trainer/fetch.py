@@ -23,6 +23,7 @@ from .. import doors
 from ..advantage.results import BatchResults
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
+from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
@@ -45,6 +46,7 @@ from ..trajectory.packet import (
     check_column,
     column_kind,
     decode_column,
+    decode_entries,
     sized,
 )
 from ..trajectory.payload import parse_header
@@ -74,6 +76,8 @@ class FetchedShare:
         self.headers: dict[int, bytes] = {}  # likewise
         self._pieces, self._tokens = share.own.pieces(), share.own.packet_tokens
         self.missing = list(self._pieces)  # packets that are yet to be read
+        #: Columns of groups, by their numbers in the layout.
+        self.of_groups: dict[int, dict[str, Array]] = {}
         known, common = _kinds(run, share)
         #: Columns that a part of the batch lacks, on whatever rank.
         self.optional = frozenset(known.keys() - common)
@@ -126,6 +130,37 @@ class FetchedShare:
                 if stop.is_set():
                     break
         self.missing = [number for number in self.missing if number not in read]
+        return (
+            problems
+            if self.missing or stop.is_set()
+            else problems | self._read_columns_of_groups(run, max_bytes)
+        )
+
+    def _read_columns_of_groups(self, run: Run, max_bytes: int | None) -> Problems:
+        """Read what is yet to be read, unless that is more than `max_bytes`."""
+        own, problems = self.share.own, dict[tuple[str, int], str]()
+        due = [
+            (number, columns)
+            for number in np.unique(own.group).tolist()
+            if number not in self.of_groups and (columns := own.groups[number].columns) is not None
+        ]
+        if sum(columns.size for _, columns in due) > (math.inf if max_bytes is None else max_bytes):
+            return problems
+        replies = fetch_replies(
+            run,
+            [columns.key for _, columns in due],
+            [columns.size for _, columns in due],
+            [[name.encode() for name in columns.names] for _, columns in due],
+        )
+        for (number, columns), reply in zip(due, replies, strict=True):
+            try:
+                raw = split_reply(reply, header=False)[1]
+                self.of_groups[number] = {
+                    name: decode_entries(name, value, run.manifest.columns)
+                    for name, value in zip(columns.names, raw, strict=True)
+                }
+            except WireError as error:
+                problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
         return problems
 
     def check(self) -> Problems:
@@ -155,19 +190,23 @@ class FetchedShare:
     def has(self) -> dict[str, Tensor]:
         """Of each optional column: [rows of the share] bool, which rows have it."""
         own = self.share.own
-        packet = np.repeat(own.packet, own.members.table["rows"])
+        packet, group = (np.repeat(of, own.members.table["rows"]) for of in (own.packet, own.group))
         found = {}
         for name in sorted(self.optional):
             packets_with = np.array([name in each.columns for each in own.packets], np.bool_)
-            found[name] = torch.from_numpy(packets_with[packet])
+            groups_with = np.array([name in _names_of(each) for each in own.groups], np.bool_)
+            found[name] = torch.from_numpy(packets_with[packet] | groups_with[group])
         return found
 
     def row_extras(self) -> dict[str, list[Array | None]]:
         """Columns not per token: name -> an array for each row of the share, None where it was pushed without."""
         own, extras = self.share.own, {name: list[Array | None]() for name in self._row_extras}
         for name, arrays in extras.items():
-            for number, position in zip(own.packet.tolist(), own.position.tolist(), strict=True):
-                arrays += rows_of(own.packets[number], name, self.others[number].get(name), position)
+            of_members = zip(own.packet.tolist(), own.position.tolist(), own.group.tolist(), strict=True)
+            for number, position, group in of_members:
+                rows = rows_of(own.packets[number], name, self.others[number].get(name), position)
+                of_group = self.of_groups.get(group, {}).get(name)
+                arrays += rows if name in self.others[number] else [of_group] * len(rows)
         return extras
 
     def _check_sizes(self) -> None:
@@ -346,14 +385,25 @@ class ReadAhead:
 
 def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
     """Columns that trajectories trained on were pushed with, on whatever rank they are; and those that all have."""
-    packets = [share.trained.packets[number] for number in np.unique(share.trained.packet).tolist()]
-    names = [set(columns) for columns in {packet.columns for packet in packets}]
+    trained = share.trained
+    numbers, first = np.unique(trained.packet, return_index=True)
+    pairs = zip(numbers.tolist(), trained.group[first].tolist(), strict=True)
+    names = [
+        {*columns, *of_group}
+        for columns, of_group in {
+            (trained.packets[number].columns, _names_of(trained.groups[group])) for number, group in pairs
+        }
+    ]
     know_columns(run, names)
     kinds = {}
     for name in sorted(set().union(*names)):
         with suppress(WireError):  # each packet with such a column will be refused
             kinds[name] = column_kind(name, run.manifest.columns)
     return kinds, set.intersection(*names) if names else set()
+
+
+def _names_of(group: LoggedGroup) -> tuple[str, ...]:
+    return group.columns.names if group.columns is not None else ()
 
 
 def _bytes_of(column: Tensor) -> memoryview:

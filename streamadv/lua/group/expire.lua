@@ -44,6 +44,8 @@ local function expire(group)
   end
   if deadline > now or waiting_since <= deadline then return 0 end
   count_slots(group)
+  if is_complete(group) then return #group.slots, complete(group, policy) end
+  if lacks_columns(group) then return #group.slots, end_group(group, 'expired', 'e', policy) end
   return #group.slots, end_group(group, short_outcome(group.usable, policy, 'expired'), 'e', policy)
 end
 

@@ -17,7 +17,7 @@ from benchmarks.lines import GROUP_SIZE, KINDS, Line, make_groups
 from streamadv import clock
 from streamadv.grouping import housekeeping
 from streamadv.producer import logic
-from streamadv.store import exchange, scripts
+from streamadv.store import scripts
 from streamadv.store.clients import Client
 from streamadv.store.connection import Connection
 from streamadv.store.resp import Piece
@@ -87,7 +87,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(owner, name, send)
 
     count(redis.connection.AbstractConnection, "send_packed_command")
-    count(exchange, "_send")
     return times
 
 
