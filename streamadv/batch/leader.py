@@ -182,13 +182,10 @@ class Leader(Session):
         )
 
     def could_name(self, max_groups: int | None = None) -> bool:
+        limit = max_groups or self._settings.batch_groups
         self.look_again()
-        self._candidates.read_on(max_groups or self._settings.batch_groups)
-        return self.missing_fraction(max_groups) < 0
-
-    def missing_fraction(self, max_groups: int | None = None) -> float:
-        needed = min(self._settings.min_groups, max_groups or self._settings.batch_groups)
-        return (needed - len(self._candidates) - 1) / needed
+        self._candidates.read_on(limit)
+        return len(self._candidates) >= min(self._settings.min_groups, limit)
 
     def find(self, k: int) -> BatchRecord | None:
         batch = self.batches.get(k)

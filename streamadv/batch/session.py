@@ -105,10 +105,6 @@ class Session:
         """Look into the groups logs again: whether there are enough groups for another batch."""
         return False
 
-    def missing_fraction(self, max_groups: int | None = None) -> float:
-        """(groups needed - groups there - 1) / groups needed; negative if the next batch could be named now."""
-        return 0.0
-
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
         raise NotImplementedError

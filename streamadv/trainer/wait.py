@@ -11,41 +11,8 @@ from .. import clock
 from ..batch.session import Session
 from .results_log import ResultsLog
 
-#: Longest pause of rank 0 between two reads of the groups logs, in seconds.
-REST_S: Final = 0.1
-
-
-class GroupPolls:
-    """When rank 0 looks at the groups logs again: a look for each new group would cost more than reading the group.
-
-    While groups come, the next look is due when the batch will be full, judging by those since the look before. After a
-    look that found none, rank 0 rests the longer the more is missing, and then waits until the server has a group.
-    """
-
-    def __init__(self, session: Session, max_groups: int | None) -> None:
-        self._session = session
-        self._max_groups = max_groups
-        self._looked = clock.now()
-        self._missing = session.missing_fraction(max_groups)
-        self._due = self._looked + REST_S * self._missing
-        self.are_coming = False
-
-    @property
-    def rest_ms(self) -> int:
-        """Milliseconds to the next look, at least 0; 0 also where this session names no batches."""
-        return max(0, _ms_until(self._due)) if self._session.waits_for_groups else 0
-
-    def look(self) -> bool:
-        """Read on in the groups logs. True if another batch can be named."""
-        if self._session.could_name(self._max_groups):
-            return True
-        now, missing = clock.now(), self._session.missing_fraction(self._max_groups)
-        came = self._missing - missing
-        self.are_coming = came > 0
-        rest_s = missing * (now - self._looked) / came if self.are_coming else REST_S * missing
-        # Cap the rest: groups may come faster from now on.
-        self._looked, self._missing, self._due = now, missing, now + min(REST_S, 4 * REST_S * missing, rest_s)
-        return False
+#: Milliseconds after a new group in which no other one wakes rank 0: waking costs more than reading a group.
+REST_MS: Final = 20
 
 
 def wait_for_news(
@@ -57,37 +24,34 @@ def wait_for_news(
     """
     shards = range(len(session.run.keys.shards))
     part_ms = max(1, block_ms // len(shards))
-    polls = GroupPolls(session, max_groups)
     started = clock.now()
     for shard in shards:
-        if _wait_in_shard(session, shard, log, part_ms, polls):
+        if _wait_in_shard(session, shard, log, part_ms, max_groups):
             return
     session.look_again()
     if clock.now() - started < block_ms / 2000:
         stop.wait(part_ms / 1000)  # a server that does not block must not be asked in a loop
 
 
-def _wait_in_shard(session: Session, shard: int, log: ResultsLog, part_ms: int, polls: GroupPolls) -> bool:
-    """Wait for one shard's results and, between two rests, for its groups. True if there is news."""
-    keys, until = session.run.keys.shard(shard), clock.now() + part_ms / 1000
-    while (left_ms := _ms_until(until)) > 0:
+def _wait_in_shard(
+    session: Session, shard: int, log: ResultsLog, part_ms: int, max_groups: int | None
+) -> bool:
+    """Wait for one shard's results and groups. True if there is news."""
+    keys, until, rests = session.run.keys.shard(shard), clock.now() + part_ms / 1000, False
+    while (left_ms := round((until - clock.now()) * 1000)) > 0:
         streams: dict[Any, Any] = {keys.results: log.cursors[shard]}
-        rest_ms = polls.rest_ms
-        if session.waits_for_groups and not rest_ms:
-            if polls.are_coming:
-                if polls.look():
-                    return True
-                continue
+        if session.waits_for_groups and not rests:
             streams[keys.groups] = session.cursors[shard]
-        reply = _read_streams(session, streams, part_ms, min(left_ms, rest_ms or left_ms))
+        reply = _read_streams(session, streams, part_ms, min(left_ms, REST_MS) if rests else left_ms)
         if entries := reply.get(keys.results.encode()):
             log.take(shard, entries)
             session.look_again()
             return True
-        if reply and polls.look():
+        if reply and session.could_name(max_groups):
             return True
-        if not reply and not rest_ms:
+        if not reply and not rests:
             return False
+        rests = bool(reply)
     return False
 
 
@@ -100,7 +64,3 @@ def _read_streams(session: Session, streams: dict[Any, Any], part_ms: int, block
             raise
         return {}
     return dict(reply or {})
-
-
-def _ms_until(moment: float) -> int:
-    return round((moment - clock.now()) * 1000)
