@@ -114,58 +114,11 @@ def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[A
             raise
 
 
-def fill(connection: Any, pieces: Sequence[Piece], replies: Sequence[Sequence[memoryview]]) -> int:
-    """Send commands whose replies are lists of values of known sizes, and receive each value in its place.
-
-    A parser copies a value on its way from the socket. Returns how many of the first replies have come so; after those
-    another reply came, or none, and their values may hold anything.
-    """
-    filled = 0
-    try:
-        sock = _socket_of(connection)
-        _send(sock, pieces)
-        while filled < len(replies) and _received(sock, replies[filled]):
-            filled += 1
-    except (OSError, redis.exceptions.ConnectionError):
-        pass
-    finally:
-        if filled < len(replies):  # there may be a reply that nobody has read
-            connection.disconnect()
-    return filled
-
-
 def _socket_of(connection: Any) -> Any:
     """The socket of an open connection. Raises redis' ConnectionError if another thread has closed it meanwhile."""
     if (sock := connection._sock) is None:
         raise redis.exceptions.ConnectionError("connection closed meanwhile")
     return sock
-
-
-def _received(sock: Any, values: Sequence[memoryview]) -> bool:
-    """Receive a list of values in their places. False for another reply. Raises OSError for a closed connection."""
-    heads = [b"\r\n$%d\r\n" % len(value) for value in values]
-    heads[0] = b"*%d" % len(values) + heads[0]
-    expected = b"".join([*heads, b"\r\n"])
-    frame = bytearray(expected)  # what stands around the values: as expected where nothing has come yet
-    view, at = memoryview(frame), 0
-    places: list[memoryview] = []
-    for head, value in zip(heads, values, strict=True):
-        places += (view[at : at + len(head)], value)
-        at += len(head)
-    places.append(view[at:])
-    missing = len(frame) + sum(map(len, values))
-    while missing:
-        count = sock.recv_into(places[0]) if isinstance(sock, ssl.SSLSocket) else sock.recvmsg_into(places)[0]
-        if not count:
-            raise ConnectionResetError
-        if frame != expected:
-            return False
-        missing -= count
-        while missing and count >= len(places[0]):
-            count -= len(places.pop(0))
-        if missing and count:
-            places[0] = places[0][count:]
-    return True
 
 
 def _send(sock: Any, pieces: Sequence[Piece]) -> None:

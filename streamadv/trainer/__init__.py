@@ -6,7 +6,7 @@ In reading order:
 - `loop.py`: waits for the next batch and hands it out. `session.py`: a rank's trainer sessions, and what the loop
   reports. `heartbeat.py`: its heartbeat.
 - `collect.py`: one rank's work for one batch. `plan.py` shares rows among ranks and micro-batches; `fetch.py` reads
-  packets, also ahead, into `memory.py`; `delivery.py` takes the five steps from computed to delivered, with
+  packets, also ahead; `delivery.py` takes the five steps from computed to delivered, with
   `late_columns.py` and `cut.py`.
 - `microbatch.py`, `prompt_response.py`, `columns.py`: what the loop receives. `references.py`, `delivered.py`: single
   trajectories on request. `report.py`: the metrics of a batch.

@@ -28,7 +28,6 @@ from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
 from .fetch import ReadAhead
 from .late_columns import LateColumn
-from .memory import ColumnMemory
 from .microbatch import Batch
 from .plan import Rank
 from .report import batch_figures, named
@@ -48,7 +47,6 @@ class Collector:
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
         self.ready: tuple[BatchRecord, Batch] | None = None  # to be delivered next, once all of it is here
         self._layout = Layout.of([])  # made last
-        self._memory = ColumnMemory(rank.device)
         #: Last entry read of each shard's results log: each is read once, in order.
         self.cursors = dict.fromkeys(range(len(session.run.keys.shards)), "0-0")
         # Not delivered yet, by batch, in the order of the logs. `publish.lua` publishes one result of each work item:
@@ -77,7 +75,7 @@ class Collector:
         fetched = self.ahead.result() if self.ahead else None
         since = tracing.now()
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, self._memory, fetched)
+            batch = deliver(session.run, computed, self._rank, self._late, fetched)
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
@@ -125,7 +123,7 @@ class Collector:
             self.stop()
             with suppress(BatchLostError, *RETRYABLE):
                 layout = self._lay_out(record, ())
-                self.ahead = ReadAhead(self.session.run, record, layout, self._rank, self._memory)
+                self.ahead = ReadAhead(self.session.run, record, layout, self._rank)
 
     def stop(self) -> None:
         """Fetch nothing ahead."""
