@@ -15,7 +15,7 @@ from ..status import problems_of, read_shards
 from ..status.audit import audit
 from ..status.model import Ledger
 from ..store.connection import Connection
-from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, whole_groups
+from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, was_open_again, whole_groups
 from .pipeline import Pipeline
 from .plan import Choices, cut_down
 from .scene import RUN, Place, Violation
@@ -57,14 +57,19 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     unknown = sum(
         is_excused(pipeline, pipeline.acknowledged.get(place, []))
         or may_be_over(pipeline, pipeline.groups[place[0]])
+        or was_open_again(pipeline, pipeline.groups[place[0]])
         for place in weights
     )
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
+    if malformed := counters.get("malformed", 0):
+        yield f"accounting: {malformed} entries are malformed, and only the run has written"
     store = pipeline.world.server.store
     for key, value in sorted(store.data.items()):
         if key.endswith(STREAMS) and value.ids and not may_stay:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
+        elif key.endswith(b":garbage"):
+            yield f"accounting: {len(value)} payloads are left in {key.decode()}"
 
 
 def _may_count_otherwise(pipeline: Pipeline) -> bool:
