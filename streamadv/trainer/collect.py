@@ -67,7 +67,6 @@ class Collector:
         ):  # rank 0 may have committed it meanwhile
             return self.ready[1]
         if record is None:
-            self.log.remove_strays()
             return None
         self.read_ahead(record)
         computed = self._computed(record)

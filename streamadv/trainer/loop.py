@@ -150,6 +150,7 @@ class Loop:
         batch = self._collect(collector)
         is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(self._next) is None
         if batch is None and is_last:
+            collector.read()  # results that came after their batch was committed go before the run ends
             lost = None if self._progress.has_delivered else why_nothing_was_kept(session.run)
             if leader is not None:
                 leader.publish_end(self._progress.ends + 1)
