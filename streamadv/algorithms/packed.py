@@ -117,6 +117,15 @@ class PackedBatch:
         return tokens_where(self.column("response_mask"), self.cu_seqlens)
 
     @property
+    def generated_tokens(self) -> Trainable:
+        """The trainable tokens as pushed, those included that a step has masked since."""
+        return (
+            self.trainable_tokens
+            if self.given_mask is None
+            else tokens_where(self.given_mask, self.cu_seqlens)
+        )
+
+    @property
     def all_tokens(self) -> Trainable:
         """Every token, prompts and observations included."""
         return Trainable(torch.ones(self.num_tokens, dtype=torch.bool, device=self.device), self.cu_seqlens)

@@ -143,7 +143,7 @@ class Leader(Session):
         since = tracing.now()
         fit, unfit = choose(self._candidates, k, limit, rules)
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
-        drop(self.run, unfit, self.epoch)
+        drop(self.run, unfit, self.epoch, k, rules.drop_after)
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)

@@ -1,4 +1,4 @@
-"""A grouper's work once a second: deadlines, scores, lost producers, dead letters, garbage."""
+"""A grouper's work once a second: deadlines, scores, lost producers, dead letters, kept groups, garbage."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..messages import log_fields
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
 from ..run.dead_letters import trim_dead
+from ..run.kept import trim_kept
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.packets import MAX_BYTES, is_group_id, is_payload_key
@@ -50,8 +51,9 @@ class Housekeeping:
         run.refresh()
         self._lost.look()
         self._short.look()
-        done = True
+        done, memory = True, run.connection.memory()
         for shard in run.shards:
+            more_kept = trim_kept(shard, run.manifest, memory)  # before any group ends
             apply_scores(run, shard)  # before a deadline ends the groups that they complete
             more_due = self._expire(shard, until)
             while pass_on_ended(run, shard) and clock.now() < until:
@@ -60,7 +62,7 @@ class Housekeeping:
             while swept := sweep(shard):
                 if clock.now() >= until:
                     break
-            done = done and not more_due and not swept
+            done = done and not more_due and not more_kept and not swept
         return done
 
     def _expire(self, shard: Shard, until: float) -> bool:

@@ -225,6 +225,6 @@ def _numbers(shard: ShardState) -> Iterator[str]:
     for name, count in shard.counters.items():
         if count < 0:
             yield f"ledger {name} is {count}"
-    for name in ("live_bytes", "dead_bytes"):
+    for name in ("live_bytes", "dead_bytes", "kept_bytes"):
         if shard.count(name) > MOST_BYTES:
             yield f"ledger {name} is {shard.count(name)}, more than a server holds"

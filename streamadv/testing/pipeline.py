@@ -26,7 +26,7 @@ from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
-from ..run.manifest import RunSettings
+from ..run.manifest import KEPT_KINDS, RunSettings
 from ..status import watchdog
 from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, heartbeat, loop, together
@@ -62,6 +62,9 @@ POLLS: Final = (
     (heartbeat, "LOOK_S", 4.0),
 )
 
+#: What `trim_kept` writes in a run that keeps everything.
+KEEP: Final = b"268435456 1.0 1.0 1.0 1.0"
+
 
 class Pipeline:
     """One schedule. world: entered."""
@@ -76,6 +79,7 @@ class Pipeline:
             group_deadline_s=self.scene.deadline_s,
             redundancy=self.scene.redundancy,
             scorers=scorers,
+            keep=dict.fromkeys(KEPT_KINDS, 1.0),
         )
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
@@ -102,6 +106,8 @@ class Pipeline:
         world = self.world
         with TemporaryDirectory(prefix="streamadv-world-") as folder, self._adapted():
             self.folder = Path(folder)
+            # As if a grouper had been here before: what it says first is not lost.
+            world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": KEEP}
             for number in range(self.scene.groupers):
                 self._supervise(f"grouper{number or ''}", lambda: grouper(RUN, self.settings))
             for number in range(self.scene.workers):

@@ -241,6 +241,11 @@ class Batch:
         return list(References(self.layout))
 
     @cached_property
+    def num_trained_rows(self) -> int:
+        """Rows of the whole batch with a trainable token as pushed; by them ROLL divides its means over rows."""
+        return int((self.layout.members.rows["trainable"] > 0).sum())
+
+    @cached_property
     def staleness(self) -> list[int]:
         """For each of `references`, k minus the oldest version that made its tokens.
 

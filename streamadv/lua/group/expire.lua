@@ -1,7 +1,7 @@
 -- End groups whose deadline has passed, unless packets pushed before the deadline still wait in the rollouts stream:
 -- the grouper's own downtime must not lose anything. One call stops after the group with which it has reached
 -- EXPIRE_SLOTS slots.
--- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
+-- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals, kept,
 --       trainer, group_hashes: group ...
 -- ARGV  those of a policy (lib/close), id of each group ...
 -- Returns  {groups looked at, id, outcome, data source, rewards of each that has ended ...}
@@ -15,6 +15,7 @@
 -- include malformed
 -- include close
 -- include evaluation
+-- include keep
 -- include complete
 -- include broken
 local EXPIRE_SLOTS = 1024

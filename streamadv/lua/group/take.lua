@@ -1,6 +1,6 @@
 -- The grouper's hand-off: move packets from the rollouts stream into their groups, and end the groups that then have
 -- all they need.
--- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals,
+-- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals, kept, trainer,
 --       group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, those of a policy (lib/close), then for each group: its id; if its members here may be all of it,
 --       each usable and with its reward, its size, else 0; number of packets, and for each packet: entry id, number of
@@ -70,6 +70,7 @@ end
 -- include members
 -- include malformed
 -- include evaluation
+-- include keep
 -- include complete
 -- include broken
 local has_refused = false

@@ -26,24 +26,28 @@ local function discard(packet)
   if packet.bytes ~= '0' then redis.call('RPUSH', keys.garbage, packet.key .. ' ' .. packet.bytes) end
 end
 
--- Append the group to the groups log with its scored members: '<size> <count of them> <opened at, ms> <fencing epoch>
--- <version> <outcome> <data source>', a line for each packet, the member tables, and the scores that `producer.score` brought
--- if there are any.
-local function log_group(group, outcome, scored)
+-- The fields of a group in a log: '<size> <members that count> <opened at, ms> <fencing epoch> <version> <outcome>
+-- <data source>', a line for each packet, the member tables, and the scores that `producer.score` brought if there are any.
+local function entry_of(group, packets, outcome, members)
   local payloads, tables = {}, {}
-  for _, packet in ipairs(group.packets) do
-    if packet.scored == 0 then
-      discard(packet)
-    else
-      payloads[#payloads + 1] = packet.key .. ' ' .. packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet)
-      tables[#tables + 1] = packet.table
-    end
+  for i, packet in ipairs(packets) do
+    payloads[i] = packet.key .. ' ' .. packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet)
+    tables[i] = packet.table
   end
-  local head = {group.size, scored, group.opened_ms, group.epoch, group.version, outcome, group.data_source}
+  local head = {group.size, members, group.opened_ms, group.epoch, group.version, outcome, group.data_source}
   local entry = {'group_id', group.id, 'head', table.concat(head, ' '), 'payloads', table.concat(payloads, '\n'),
     'tables', table.concat(tables)}
   if #group.scores > 0 then entry[9], entry[10] = 'scores', '{' .. table.concat(group.scores, ',') .. '}' end
-  redis.call('XADD', keys.groups, '*', unpack(entry))
+  return entry
+end
+
+-- Append the group to the groups log with its scored members.
+local function log_group(group, outcome, scored)
+  local packets = {}
+  for _, packet in ipairs(group.packets) do
+    if packet.scored == 0 then discard(packet) else packets[#packets + 1] = packet end
+  end
+  redis.call('XADD', keys.groups, '*', unpack(entry_of(group, packets, outcome, scored)))
   count('grouped', scored)
   count('groups_logged', 1)
 end

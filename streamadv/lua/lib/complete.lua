@@ -3,7 +3,7 @@
 --   '<bytes> <fencing epoch> <mask>\n<members>\n<member table>'
 -- members: see lib/members. mask: '1' for each member that counts for the group, else '0'. What `producer.score` brought
 -- is in the fields 'score:<slot>' (JSON) and 'score_value:<slot>' (the reward, or 'x' = unscorable).
--- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes
+-- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, kept, trainer
 local function packet_field(packet)
   return packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet) .. '\n' .. packet.text .. '\n' .. packet.table
 end
@@ -93,6 +93,22 @@ local function judge_members(group)
   return scored, unscored, rewards
 end
 
+-- Keep a group that is not trained on, or delete its packets.
+local function keep_or_discard(group, outcome, members)
+  local packets, more, kind = {}, {}, group.role == 'eval' and 'eval' or 'dropped'
+  for _, packet in ipairs(group.packets) do
+    if packet.bytes ~= '0' then packets[#packets + 1] = packet end
+  end
+  local kept
+  if #packets > 0 and outcome ~= 'malformed' and is_chosen(kind, group.id) then
+    local round = kind == 'eval' and round_of(group)
+    if round then more = {'round', round} end
+    kept = keep(kind, outcome, entry_of(group, packets, outcome, members), more)
+  end
+  if kept then return count('live_bytes', -kept) end
+  for _, packet in ipairs(packets) do discard(packet) end
+end
+
 -- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome
 -- drops the members under its name. However an evaluation group ends, its members are dropped as 'eval'. `letter` is the first one of the tombstone. Returns the outcome counted, the
 -- group's data source, and the rewards of its members that are no baselines, separated by blanks.
@@ -110,7 +126,7 @@ local function end_group(group, outcome, letter, policy)
     count('dropped:surplus', unscored)
   else
     count((outcome == 'malformed' and 'dead:' or 'dropped:') .. outcome, scored + unscored)
-    for _, packet in ipairs(group.packets) do discard(packet) end
+    keep_or_discard(group, outcome, scored + unscored)
   end
   count('open', -scored - unscored)
   return close_group(group, outcome, letter, policy, table.concat(rewards, ' '))

@@ -165,7 +165,7 @@ def test_withdrawn_and_abandoned_evaluation_groups_leave_the_counts_right(fake: 
 
 
 def test_a_group_that_expires_shows_what_it_has(fake: Connection) -> None:
-    with producing(fake, "r") as producer:
+    with producing(fake, "r", {"keep_bytes": 0}) as producer:
         run = join(fake, "r")
         producer.push([trajectory("g", 0, 3, role="eval"), unscored("g", 1, 3, role="eval")])
         make_overdue(run, "g")
