@@ -24,7 +24,7 @@ from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from .. import doors
-from .exchange import Pool, exchange, fill, replies
+from .exchange import Pool, exchange, replies
 from .resp import Packer, Payloads, Piece, pack_transaction, texts, transaction_result
 from .retry import classified, not_now
 from .urls import Target
@@ -165,20 +165,6 @@ class Client(redis.Redis):
                 for command, reply in zip(commands, incoming, strict=True):
                     is_refused = isinstance(reply, redis.exceptions.ResponseError)
                     yield classified(reply, command) if is_refused else reply
-        finally:
-            pool.release(connection)
-
-    def fill(self, wanted: Sequence[tuple[str, Mapping[str, memoryview]]]) -> int:
-        """Receive fields of hashes in these places, by key. Returns how many of the first hashes have come so.
-
-        In the next one a field has another size or is missing, or nothing came.
-        """
-        pool: Any = self.connection_pool
-        connection = pool.get_connection()
-        try:
-            commands: list[tuple[Any, ...]] = [("HMGET", key, *values) for key, values in wanted]
-            packed = b"".join(_packed(commands))
-            return fill(connection, [packed], [list(values.values()) for _, values in wanted])
         finally:
             pool.release(connection)
 

@@ -6,7 +6,6 @@ That bookkeeping costs as much as packing and sending a small call.
 from __future__ import annotations
 
 import queue
-import ssl
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
@@ -103,50 +102,3 @@ def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[A
         connection.disconnect()
         with closed_under_way():
             raise
-
-
-def fill(connection: Any, pieces: Sequence[Piece], replies: Sequence[Sequence[memoryview]]) -> int:
-    """Send commands whose replies are lists of values of known sizes, and receive each value in its place.
-
-    A parser copies a value on its way from the socket. Returns how many of the first replies have come so; after those
-    another reply came, or none, and their values may hold anything.
-    """
-    filled = 0
-    try:
-        connection.send_packed_command(pieces, check_health=False)
-        sock = connection._sock
-        while filled < len(replies) and _received(sock, replies[filled]):
-            filled += 1
-    except (OSError, redis.exceptions.ConnectionError, AttributeError):  # closed meanwhile: it has no socket
-        pass
-    finally:
-        if filled < len(replies):  # there may be a reply that nobody has read
-            connection.disconnect()
-    return filled
-
-
-def _received(sock: Any, values: Sequence[memoryview]) -> bool:
-    """Receive a list of values in their places. False for another reply. Raises OSError for a closed connection."""
-    heads = [b"\r\n$%d\r\n" % len(value) for value in values]
-    heads[0] = b"*%d" % len(values) + heads[0]
-    expected = b"".join([*heads, b"\r\n"])
-    frame = bytearray(expected)  # what stands around the values: as expected where nothing has come yet
-    view, at = memoryview(frame), 0
-    places: list[memoryview] = []
-    for head, value in zip(heads, values, strict=True):
-        places += (view[at : at + len(head)], value)
-        at += len(head)
-    places.append(view[at:])
-    missing = len(frame) + sum(map(len, values))
-    while missing:
-        count = sock.recv_into(places[0]) if isinstance(sock, ssl.SSLSocket) else sock.recvmsg_into(places)[0]
-        if not count:
-            raise ConnectionResetError
-        if frame != expected:
-            return False
-        missing -= count
-        while missing and count >= len(places[0]):
-            count -= len(places.pop(0))
-        if missing and count:
-            places[0] = places[0][count:]
-    return True

@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 BOUNDS = {
     "grpo": Cost(6.26, 0.635, 664, 592),
     "grpo+kl": Cost(6.36, 0.635, 672, 597),
-    "gae+kl": Cost(6.4, 0.64, 672, 595),
+    "gae+kl": Cost(6.4, 0.645, 672, 595),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {"grpo": Cost(0.03, 0.01, 205, 315), "gae+kl": Cost(0.03, 0.01, 205, 315)}
