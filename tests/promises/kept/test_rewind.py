@@ -88,6 +88,27 @@ def test_all_estimators_are_among_them() -> None:
     assert {*estimator_names()} - OWN == {build_chain(name).config.estimator for name in CHAINS}
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("chain", ["grpo", {"estimator": "grpo", "whiten_advantages": True}])
+def test_any_number_of_ranks_has_the_same_bits(
+    redis_url: str, run: str, rewound: Rewind, world_size: int, chain: Any
+) -> None:
+    joined = kept_run(redis_url, run, shards=2)
+    ranks: list[TrainerQueue] = []
+    with producing(redis_url, run) as producer:
+        push(producer, 7)
+        for rank in range(world_size):
+            options: dict[str, Any] = {"epoch": ranks[0].epoch} if ranks else {}
+            options |= {"batch_groups": 7, "tokens_per_micro_batch": 48, "commit": "manual", "chain": chain}
+            ranks.append(TrainerQueue(joined.connection, run, rank=rank, world_size=world_size, **options))
+        for queue, part in [(queue, delivered_batch(queue, joined)) for queue in ranks]:
+            queue.trained(part)
+        ranks[0].commit(ranks[0].state_dict())
+        for queue in ranks:
+            queue.close()
+    assert rewound() == (0, "batch 0: 7 groups, 28 rollouts\nbit-identical\n")
+
+
 RUNNING = {"estimator": "reinforce", "reward": {"mean": "running", "std": "running"}}
 
 
