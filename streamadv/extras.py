@@ -29,6 +29,7 @@ EXTRAS: Final = {
     "transfer_queue": "verl",
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
+    "pyarrow": "archive",
     "tokenizers": "view",
 }
 
