@@ -66,8 +66,9 @@ def push_each(
     made = records(episode, **fields) if episode.ok else []
     if len(made) > len(rollouts):
         raise TrajectoryError(f"the episode has {len(made)} trained traces, for {len(rollouts)} rollouts")
-    answers: list[Any] = [rollout.push(**each) for rollout, each in zip(rollouts, made, strict=False)]
-    answers += [rollout.fail("failed", failure(episode)) for rollout in rollouts[len(made) :]]
+    each_rollout: Sequence[Any] = rollouts
+    answers = [rollout.push(**each) for rollout, each in zip(each_rollout, made, strict=False)]
+    answers += [rollout.fail("failed", failure(episode)) for rollout in each_rollout[len(made) :]]
     if any(isinstance(answer, Awaitable) for answer in answers):
         return asyncio.gather(*answers)
     return answers
