@@ -18,7 +18,7 @@ from ..errors import SettingError
 from ..store.keys import RunKeys
 
 #: What a folder is the archive of: a JSON object with the run's name and salts. Whoever writes holds a lock on it.
-ABOUT: Final = "archive.json"
+ABOUT: Final = "_archive.json"  # readers of a folder of Parquet files pass over names that begin so
 _NAME: Final = re.compile(r"kept\.([0-9]+)\.([0-9]+-[0-9]+)\.([0-9]+-[0-9]+)\.(\w+)")
 _UNFINISHED: Final = ".unfinished"
 
@@ -70,7 +70,7 @@ class Folder:
 
     def unfinished(self, shard: int) -> Path:
         """Where a shard's next file is written."""
-        return self.path / f"kept.{shard}{_UNFINISHED}"
+        return self.path / f"_kept.{shard}{_UNFINISHED}"
 
     def finish(self, shard: int, first: EntryId, last: EntryId, suffix: str) -> Path:
         """Give the unfinished file of a shard its name, once it is on the disk."""

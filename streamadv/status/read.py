@@ -213,8 +213,8 @@ def _is_full(shard: ShardState, budget: int) -> bool:
 
 
 def _waits_for_archive(shard: ShardState) -> bool:
-    limit, *_, last = shard.trainer.get("keep", "").split(" ")
-    return last == "archive" and shard.count("kept_bytes") > as_count(limit)
+    limit, _, rest = shard.trainer.get("keep", "").partition(" ")
+    return rest.endswith(" archive") and shard.count("kept_bytes") > as_count(limit)
 
 
 def read_server(run: Run) -> Server:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 import streamadv as sa
+from benchmarks.children import Child
 from streamadv import cli
 from streamadv.archive import follow
 from streamadv.archive.folder import create_folder, open_folder
@@ -295,3 +300,53 @@ def test_an_observer_may_archive_what_is_kept(redis_url: str, run: str, tmp_path
     where = ["--redis", redis_url, "--run", run]
     assert cli.main(["archive", "--to", str(tmp_path), "--once", *where]) == 0
     assert capsys.readouterr().out == "archived 2 groups, 4 rollouts in 1 file\n"
+
+
+def test_above_maxmemory_the_archive_misses_nothing(
+    redis_url: str, run: str, tmp_path: Path, limited: redis.Redis
+) -> None:
+    joined = archived_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 2)
+        train(joined, 2)
+        push_groups(producer, 2, prefix="later")
+        limited.config_set("maxmemory", 1_000_000)
+        train(joined, 2)
+        housekeep(joined)
+        assert len(looked_at(joined)) == 8
+        archive_all(joined, tmp_path)
+        housekeep(joined)
+        assert looked_at(joined) == {}
+        limited.config_set("maxmemory", 0)
+    assert len(archived(tmp_path)) == 8
+    assert problems(joined) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_kill_9_neither_loses_nor_doubles_a_rollout(redis_url: str, run: str, tmp_path: Path) -> None:
+    joined = archived_run(redis_url, run, keep_bytes=100_000)
+    folder, killed, pushed = tmp_path / "archive", 0, 0
+    words = ["-m", "streamadv", "archive", "--to", str(folder), "--redis", redis_url, "--run", run]
+    environment = dict(os.environ)
+    archiver = Child("archiver", words, environment=environment, log=tmp_path / "log", inbox=SimpleQueue())
+    moments = random.Random(0)
+    with producing(redis_url, run) as producer:
+        archiver.start()
+        while killed < 6:
+            before = joined.connection.scripts.hget(joined.home.keys.trainer, "archived")
+            wanted = moments.randint(1, 40)
+            for _ in range(wanted):
+                with contextlib.suppress(Busy):
+                    push_dropped(producer, 1, f"g{pushed}-", tokens=200)
+                    pushed += 1
+                group_all(joined)
+            housekeep(joined)
+            if joined.connection.scripts.hget(joined.home.keys.trainer, "archived") != before:
+                archiver.kill()  # wherever it is
+                killed += 1
+                archiver.start()
+        archiver.kill()
+    archive_all(joined, folder)
+    assert len(archived(folder)) == 2 * pushed
+    assert problems(joined) == []

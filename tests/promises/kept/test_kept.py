@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -197,14 +196,6 @@ def test_the_share_is_chosen_by_the_id_alike_on_the_server_and_here(redis_url: s
             train(again, 200)
     assert {group_id for group_id, _ in looked_at(again)} == dropped & set(same)
     assert problems(again) == []
-
-
-@pytest.fixture
-def limited(redis_url: str) -> Iterator[redis.Redis]:
-    """The server, whose maxmemory is none again afterwards."""
-    with redis.Redis.from_url(redis_url) as client:
-        yield client
-        client.config_set("maxmemory", 0)
 
 
 def test_above_maxmemory_nothing_new_is_kept_and_the_oldest_go(
