@@ -11,7 +11,7 @@ order:
 - `asking.py`: one turn, from the request to the answer. `http.py`: URLs, keys, errors. `server.py`: the process.
 """
 
-from .access import Access, Gateway
+from .access import Access, Gateway, GatewayError
 from .keys import BadKeyError, Claim, Keys
 
-__all__ = ["Access", "BadKeyError", "Claim", "Gateway", "Keys"]
+__all__ = ["Access", "BadKeyError", "Claim", "Gateway", "GatewayError", "Keys"]

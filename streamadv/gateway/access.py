@@ -1,4 +1,4 @@
-"""For producers: hands a rollout out to an agent that speaks to the gateway. Needs no package, and no HTTP but `end`."""
+"""For producers: hands a rollout out to an agent that speaks to the gateway. Needs no package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
 
-from ..errors import StreamadvError
+from ..errors import StreamadvError, TrajectoryError
 from ..messages import one_line
 from ..producer.base_group import BaseRollout
 from ..producer.tickets import Ticket
@@ -89,7 +89,11 @@ class Access:
         said |= {name: True for name, given in (("reward_later", reward_later), ("cancel", cancel)) if given}
         ticket = self._rollout.ticket if self._rollout is not None else None
         said |= _shared(ticket, metadata)
-        answer = await self._post(json.dumps(said).encode())
+        try:
+            body = json.dumps(said, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise TrajectoryError(f"end: {error}: reward, rewards and metadata need finite numbers and text") from None
+        answer = await self._post(body)
         if self._rollout is not None:
             self._rollout._slots.ended.add(self._rollout.rollout_index)
         return answer

@@ -42,6 +42,8 @@ class Turn:
     messages: int = 0
     """Of that conversation."""
     agent: str | None = None
+    joins: str = "history"
+    """If it begins another row, why: see `metrics.instruments.GATEWAY_CAUSES`."""
     answer: Mapping[str, Any] = field(default_factory=dict)
     """What the client was sent, without ids."""
 
@@ -63,6 +65,7 @@ def pack(turn: Turn, episode: Episode) -> bytes:
     head = {
         "row": row, "kept": kept, "prompt": len(prompt) - kept, "choices": choices, "digest": turn.digest,
         "chains": list(turn.chains), "messages": turn.messages, "agent": turn.agent,
+        "joins": turn.joins,
     }  # fmt: skip
     header = json.dumps(head, separators=(",", ":")).encode()
     parts = [_LENGTH.pack(len(header)), header, np.array(prompt[kept:], "<i4").tobytes()]
@@ -94,7 +97,9 @@ def _unpack(data: bytes, episode: Episode) -> Turn:
         versions = None if spans is None else [number for number, many in spans for _ in range(many)]
         choices.append(Completion(prompt, ids, log_probs, finish_reason, version, versions=versions))
     answer = json.loads(zlib.decompress(data[reader.at :]))
-    return Turn(choices, head["digest"], head["chains"], head["messages"], head["agent"], answer)
+    return Turn(
+        choices, head["digest"], head["chains"], head["messages"], head["agent"], head["joins"], answer
+    )
 
 
 @dataclass

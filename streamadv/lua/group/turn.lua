@@ -43,7 +43,7 @@ end
 
 -- At most four times in the time that it is moved on by.
 local function move_deadline()
-  local now = shard_ms(redis.call('HGET', keys.trainer, 'clock'), now_ms())
+  local now = shard_ms(redis.call('HMGET', keys.trainer, 'clock')[1], now_ms())
   local deadline = tonumber(redis.call('ZSCORE', keys.open, spec.id) or '')
   if deadline and now + deadline_ms * 3 / 4 > deadline then
     redis.call('ZADD', keys.open, string.format('%.17g', now + deadline_ms), spec.id)
