@@ -92,7 +92,9 @@ class Access:
         try:
             body = json.dumps(said, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise TrajectoryError(f"end: {error}: reward, rewards and metadata need finite numbers and text") from None
+            raise TrajectoryError(
+                f"end: {error}: reward, rewards and metadata need finite numbers and text"
+            ) from None
         answer = await self._post(body)
         if self._rollout is not None:
             self._rollout._slots.ended.add(self._rollout.rollout_index)

@@ -135,7 +135,9 @@ class Turns:
         own["logprobs"] = True if is_chat else wanted if isinstance(wanted, int) else 0
         answer, version = await self._engines.ask(session, path, {**request, **own})
         counted = (answer.get("usage") or {}).get("completion_tokens")
-        found = [len(choice["token_ids"]) for choice in answer["choices"] if choice.get("token_ids") is not None]
+        found = [
+            len(choice["token_ids"]) for choice in answer["choices"] if choice.get("token_ids") is not None
+        ]
         if counted is not None and len(found) == len(answer["choices"]) and sum(found) != counted:
             raise SettingError(
                 f"the engine has sampled {counted} tokens and reports {sum(found)}: its parser of tools or reasoning "

@@ -117,7 +117,7 @@ def pushed(redis_url: str, run: str) -> dict[str, Rows]:
         for fetched in fetch_columns(joined, group.packets, None, header=True):
             assert fetched.problem is None
             members = fetched.packet.members
-            header = parse_header(fetched.header, members)
+            (header,) = parse_header(fetched.header, members).get("members") or [{}]
             (reference,) = references_of(members, [(group.group_id, None)])
             rows, at = [], 0
             for length in reference.row_lengths:
