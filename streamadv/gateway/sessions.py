@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from .. import clock
 from ..errors import StreamadvError
 from ..integrations.engines import Episode
-from ..messages import log_fields
+from ..messages import log_fields, one_line
 from ..producer.async_producer import AsyncProducer
 from ..producer.slots import Slots
 from ..producer.tickets import Ticket
@@ -96,12 +96,11 @@ class Sessions:
             raise over(name, self._over[name][0])
         session = self._open.get(name)
         if session is None:
-            if len(self._open) + len(self._opening) >= self._options.max_open:
-                raise RefusedError(
-                    429, "too_many_rollouts", f"this gateway plays {self._options.max_open} rollouts"
-                )
             task = self._opening.get(name)
             if task is None:
+                if len(self._open) + len(self._opening) >= self._options.max_open:
+                    text = f"this gateway plays {self._options.max_open} rollouts, the most it may"
+                    raise RefusedError(429, "too_many_rollouts", text)
                 task = self._opening[name] = asyncio.create_task(self._restore(name, ticket))
                 task.add_done_callback(lambda _: self._opening.pop(name, None))
             session = await asyncio.shield(task)
@@ -213,7 +212,7 @@ class Sessions:
             codes = (await self._producer._drive(slots.cancel(None, [ticket.rollout_index]))).codes
             answer |= {"ended": "cancelled", "result": codes[0]}
         elif "fail" in said or not session.episode.turns:
-            detail = str(said.get("fail") or "no turn has come to the gateway")
+            detail = one_line(str(said.get("fail") or "no turn has come to the gateway"))
             code = await rollout.fail(said.get("reason", "failed"), detail)
             answer |= {"ended": "failed", "result": code, "detail": detail}
         else:

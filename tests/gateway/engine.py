@@ -37,7 +37,7 @@ class Engine(FakeEngine):
             content = message.get("content") or ""
             if self.drifts and message["role"] == "assistant":
                 message = {**message, "content": content.upper()}
-            written.append(message)
+            written.append({name: value for name, value in message.items() if value is not None})
         return super().template(written, tools)
 
     def answer(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
