@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
+import aiohttp
 import pytest
 
 from streamadv import cli, doors
@@ -78,13 +80,9 @@ async def test_bodies_are_bounded(redis_url: str, run: str, monkeypatch: pytest.
             status, answer, _ = await gateway.post(url, rollout["api_key"], {"messages": ["x" * (2 << 20)]})
             assert (status, answer["error"]["code"]) == (413, "body_too_large")
             for body, codes in ((endless(), (413, 408)), (silent(), (408,))):
-                try:
+                with suppress(aiohttp.ClientError, ConnectionError):  # it may be cut off while it still sends
                     async with gateway.http.post(url, data=body, headers=headers) as refused:
                         assert refused.status in codes
-                except (ConnectionError, asyncio.CancelledError):
-                    pass  # it was cut off while it still sent
-                except Exception as error:
-                    assert "ClientOSError" in type(error).__name__ or "Disconnected" in type(error).__name__
             for text in (
                 b"[]",
                 b"{",
