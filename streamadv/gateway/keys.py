@@ -37,8 +37,8 @@ _CONTEXT: Final = b"streamadv gateway key 1\0"
 _MAC_BYTES: Final = 18
 _PURPOSES: Final[Mapping[bytes, Purpose]] = {b"t": "turn", b"e": "end", b"o": "operator"}
 _LETTERS: Final = {purpose: letter for letter, purpose in _PURPOSES.items()}
-# Purpose, whether the id is a UUID and the role eval, end, index, size, slots, epoch, version, deadline.
-_HEAD: Final = struct.Struct(">c??IHHHQqf")
+# Purpose, whether the id is a UUID and the role eval, end, index, size, slots, epoch, version, deadline, columns.
+_HEAD: Final = struct.Struct(">c??IHHHQqfQ")
 _NO_VERSION: Final = -1
 
 
@@ -121,13 +121,13 @@ def _packed(purpose: Purpose, run: str, ticket: Ticket | None, ends: float) -> b
     version = _NO_VERSION if ticket.model_version is None else ticket.model_version
     counts = (ticket.rollout_index, ticket.group_size, ticket.slots, ticket.epoch, version)
     is_eval = ticket.role == "eval"
-    head = _HEAD.pack(_LETTERS[purpose], is_uuid, is_eval, int(ends), *counts, ticket.deadline_s or 0.0)
+    head = _HEAD.pack(_LETTERS[purpose], is_uuid, is_eval, int(ends), *counts, ticket.deadline_s or 0.0, ticket.columns)
     texts = [group_id, (ticket.round or "").encode(), run.encode()]
     return head + b"".join(struct.pack(">H", len(text)) + text for text in texts)
 
 
 def _unpacked(body: bytes) -> tuple[Claim, float]:
-    letter, is_uuid, is_eval, ends, index, size, slots, epoch, version, deadline_s = _HEAD.unpack_from(body)
+    letter, is_uuid, is_eval, ends, index, size, slots, epoch, version, deadline_s, columns = _HEAD.unpack_from(body)
     texts, at = [], _HEAD.size
     for _ in range(3):
         (length,) = struct.unpack_from(">H", body, at)
@@ -146,6 +146,7 @@ def _unpacked(body: bytes) -> tuple[Claim, float]:
         role="eval" if is_eval else "train",
         deadline_s=deadline_s or None,
         round=round_name.decode() or None,
+        columns=columns,
     )  # fmt: skip
     return Claim(purpose, check_run_name(run.decode()), ticket), ends
 

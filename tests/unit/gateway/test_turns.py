@@ -36,7 +36,7 @@ def test_turns_give_the_same_rows_again(conversation, data) -> None:  # type: ig
             ["c"],
             3,
             None,
-            {"a": "é"},
+            answer={"a": "é"},
         )
         heard.append(pack(turn, played))
         join(played, turn)
