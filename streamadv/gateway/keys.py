@@ -121,13 +121,17 @@ def _packed(purpose: Purpose, run: str, ticket: Ticket | None, ends: float) -> b
     version = _NO_VERSION if ticket.model_version is None else ticket.model_version
     counts = (ticket.rollout_index, ticket.group_size, ticket.slots, ticket.epoch, version)
     is_eval = ticket.role == "eval"
-    head = _HEAD.pack(_LETTERS[purpose], is_uuid, is_eval, int(ends), *counts, ticket.deadline_s or 0.0, ticket.columns)
+    head = _HEAD.pack(
+        _LETTERS[purpose], is_uuid, is_eval, int(ends), *counts, ticket.deadline_s or 0.0, ticket.columns
+    )
     texts = [group_id, (ticket.round or "").encode(), run.encode()]
     return head + b"".join(struct.pack(">H", len(text)) + text for text in texts)
 
 
 def _unpacked(body: bytes) -> tuple[Claim, float]:
-    letter, is_uuid, is_eval, ends, index, size, slots, epoch, version, deadline_s, columns = _HEAD.unpack_from(body)
+    letter, is_uuid, is_eval, ends, index, size, slots, epoch, version, deadline_s, columns = (
+        _HEAD.unpack_from(body)
+    )
     texts, at = [], _HEAD.size
     for _ in range(3):
         (length,) = struct.unpack_from(">H", body, at)

@@ -117,13 +117,17 @@ def pushed(redis_url: str, run: str) -> dict[str, Rows]:
         for fetched in fetch_columns(joined, group.packets, None, header=True):
             assert fetched.problem is None
             members = fetched.packet.members
-            (header,) = parse_header(fetched.header, members).get("members") or [{}]
-            (reference,) = references_of(members, [(group.group_id, None)])
-            rows, at = [], 0
-            for length in reference.row_lengths:
-                rows.append(
-                    {name: column[at : at + length].tolist() for name, column in fetched.columns.items()}
-                )
-                at += length
-            found[f"{group.group_id}/{reference.rollout_index}"] = Rows(rows, header)
+            count = len(members.table)
+            headers = parse_header(fetched.header, members).get("members") or [{}] * count
+            at = 0
+            for reference, header in zip(
+                references_of(members, [(group.group_id, None)] * count), headers, strict=True
+            ):
+                rows = []
+                for length in reference.row_lengths:
+                    rows.append(
+                        {name: column[at : at + length].tolist() for name, column in fetched.columns.items()}
+                    )
+                    at += length
+                found[f"{group.group_id}/{reference.rollout_index}"] = Rows(rows, header)
     return found
