@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .algorithms.registry import estimator
     from .grouping.scorer import Scorer
     from .grouping.unscored import UnscoredTrajectory
+    from .integrations.trackers import track
     from .producer.async_group import AsyncGroup, AsyncRollout
     from .producer.async_producer import AsyncProducer
     from .producer.group import Group, Rollout
@@ -60,6 +61,7 @@ _HOMES = {
     "padded": "padded",
     "redis_url": "settings",
     "run_program": "program",
+    "track": "integrations.trackers",
     "weights": "weights",
 }
 
@@ -70,7 +72,8 @@ __all__ = [
     "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "MicroBatch",
     "Producer", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
     "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
-    "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "weights",
+    "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program",
+    "track", "weights",
 ]  # fmt: skip
 
 

@@ -32,6 +32,10 @@ EXTRAS: Final = {
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
     "pyarrow": "archive",
+    "mlflow": "mlflow",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
     "tokenizers": "view",
 }
 

@@ -17,11 +17,11 @@ from ..run.payloads import fetch_columns
 from ..status.kept import trajectories_of
 from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
 from ..status.why import why
+from ..tokenizer import Decode, open_tokenizer
 from ..trajectory.schema import Row, Trajectory
 from ..units import counted
 from . import add_one_shot_options, joined
 from .parser import count_or_none
-from .tokens import Decode, open_tokenizer
 
 COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
 #: Width of a column at most; a longer text moves the rest of its line.

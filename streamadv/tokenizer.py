@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import MissingDependencyError, SettingError
-from ..extras import require
-from ..logs import announce
-from ..messages import one_line, printable
+from .errors import MissingDependencyError, SettingError
+from .extras import require
+from .logs import announce
+from .messages import one_line, printable
 
 #: Text of some token ids.
 Decode = Callable[[Sequence[int]], str]
