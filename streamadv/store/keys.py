@@ -103,6 +103,7 @@ class ShardKeys:
     garbage = _Single()  # payloads to delete
     dead = _Single()  # dead letters by time
     malformed = _Single()  # stream: foreign data that was removed
+    kept = _Single()  # stream: ended groups to look at
 
     # Figures
     ledger = _Single()

@@ -26,10 +26,10 @@ from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
-from ..run.manifest import RunSettings
+from ..run.manifest import KEPT_KINDS, RunSettings
 from ..status import watchdog
 from ..store.retry import RETRYABLE
-from ..trainer import checkpoints, heartbeat, supply, together
+from ..trainer import checkpoints, heartbeat, loop, together
 from .excuses import is_quiet, lost_for_good, nobody_knew
 from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
@@ -57,10 +57,13 @@ POLLS: Final = (
     (housekeeping, "HOUSEKEEPING_SLICE_S", 0.5),
     (consumer, "BLOCK_MS", 6000),
     (worker, "POLL_S", 10.0),
-    (supply, "BLOCK_MS", 6000),
+    (loop, "BLOCK_MS", 6000),
     (watchdog, "LOOK_S", 30.0),
     (heartbeat, "LOOK_S", 4.0),
 )
+
+#: What `trim_kept` writes in a run that keeps everything.
+KEEP: Final = b"268435456 1.0 1.0 1.0 1.0"
 
 
 class Pipeline:
@@ -76,6 +79,7 @@ class Pipeline:
             group_deadline_s=self.scene.deadline_s,
             redundancy=self.scene.redundancy,
             scorers=scorers,
+            keep=dict.fromkeys(KEPT_KINDS, 1.0),
         )
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
@@ -102,6 +106,8 @@ class Pipeline:
         world = self.world
         with TemporaryDirectory(prefix="streamadv-world-") as folder, self._adapted():
             self.folder = Path(folder)
+            # As if a grouper had been here before: what it says first is not lost.
+            world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": KEEP}
             for number in range(self.scene.groupers):
                 self._supervise(f"grouper{number or ''}", lambda: grouper(RUN, self.settings))
             for number in range(self.scene.workers):
@@ -341,6 +347,13 @@ class Pipeline:
         if code in ("pushed", "duplicate"):
             self.acknowledged.setdefault((group.id, index), []).append(Acknowledged(life, asked, now, code))
             self.world.moment()
+
+    def note_scored(self, life: Life, asked: float, group: Group, codes: Sequence[str]) -> None:
+        """The server has answered that it has the rewards of all members of a group: now it has to be trained on."""
+        if life.process.dead or not {"scored", "duplicate"}.issuperset(codes):
+            return
+        group.whole = True
+        group.scores.append(Acknowledged(life, asked, self.world.time, "scored"))
 
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""

@@ -301,6 +301,30 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "what is in hand is taken in hand again": Mutant(
         "streamadv/run/consumer.py", "if (entry.shard, entry.id) not in self._in_hand]", "]"
     ),
+    # Kept groups
+    "what is kept is deleted": Mutant(
+        f"{LUA}/batch/commit.lua", "if not (logged and keep_trained(", "if true or not (logged and keep_trained("
+    ),
+    "what is kept is swept": Mutant(
+        f"{LUA}/lib/complete.lua",
+        "    return count('live_bytes', -kept)\n", "    count('live_bytes', -kept)\n",
+    ),
+    "a commit keeps what is committed already": Mutant(
+        f"{LUA}/batch/commit.lua",
+        "  if redis.call('XDEL', keys.groups, entry) == 1 then\n    groups",
+        "  if logged then keep_trained(logged[2]) end\n"
+        "  if redis.call('XDEL', keys.groups, entry) == 1 then\n    groups",
+    ),
+    "a kept group is not counted": Mutant(
+        f"{LUA}/lib/keep.lua",
+        "  redis.pcall('HINCRBY', keys.ledger, 'kept_bytes', string.format('%d', bytes))\n", "",
+    ),
+    "what is trimmed stays": Mutant(
+        f"{LUA}/group/trim_kept.lua", "    redis.call('RPUSH', keys.garbage, item)\n", ""
+    ),
+    "a dropped group is not kept": Mutant(
+        f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"
+    ),
 }  # fmt: skip
 #: Name -> why no schedule can find it.
 EQUIVALENT: Final[dict[str, str]] = {}
