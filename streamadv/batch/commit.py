@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
+from ..prompts.spec import of_prompt
 from ..run import Run
 from ..run.run import Shard
 from ..trajectory.members import Members
@@ -43,7 +44,8 @@ def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> 
         oversize = int(is_oversize(group.members, tokens_per_micro_batch).sum())
     trained = len(group.members) - baseline - oversize
     return CommitArguments(
-        f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}",
+        f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}"
+        f"{of_prompt(group.group_id)}",
         tuple([key for key, _ in group.payloads]),
     )
 

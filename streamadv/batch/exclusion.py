@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
+from ..prompts.spec import of_prompt
 from ..run import Run
 from ..run.malformed import reject
 from .record import BatchRecord, Death
@@ -38,7 +39,13 @@ def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None
             args: list[Any] = [epoch]
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
-                args += [group.entry, reason, group.count, len(payloads), *payloads]
+                args += [
+                    group.entry + of_prompt(group.group_id),
+                    reason,
+                    group.count,
+                    len(payloads),
+                    *payloads,
+                ]
             shard.call("drop_groups", args)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
+from ..prompts.spec import identity, of_prompt
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
@@ -24,6 +25,7 @@ from .dropped import warn_of_oversize
 from .exclusion import drop
 from .named import NamedBatch
 from .progress import Progress
+from .prompts import RunPrompts
 from .record import BatchRecord, name_batch, read_records
 from .selection import NamingRules, choose, explained, make_record
 from .session import Session
@@ -34,6 +36,8 @@ from .work import apply
 SCAN_PAGES: Final = 8
 #: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
 JUDGE_S: Final = 0.2
+#: More than the groups logs hold.
+ALL_GROUPS: Final = 10**6
 
 
 def server_text(server_ids: Sequence[str | None]) -> str:
@@ -63,6 +67,7 @@ class Leader(Session):
         named = [pointer for batch in progress.batches.values() for pointer in batch.record.groups]
         self._candidates = Candidates(run, named)
         self.cursors = self._candidates.cursors
+        self._prompts = RunPrompts(run)
 
     def _ask_who_has_it(self, pipe: Any) -> None:
         for key in (self.run.keys.home.session, *(keys.trainer for keys in self.run.keys.shards)):
@@ -127,7 +132,7 @@ class Leader(Session):
             needs=self._settings.needs,
             trained=self.progress,
             named={
-                pointer.group_id
+                identity(pointer.group_id)
                 for k, batch in self.batches.items()
                 if k >= self.version
                 for pointer in batch.living
@@ -227,19 +232,40 @@ class Leader(Session):
             self.run.home.call("commit_session", [self.epoch, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
+        has_prompts = False
         for k in committed:
             batch, since = self.batches[k], tracing.now()
             commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results or ())
             traces.committed(self.run, batch, since)
             del self.batches[k]
+            has_prompts = has_prompts or any(of_prompt(group.group_id) for group in batch.record.groups)
+        if has_prompts:
+            self._prompts.carry()
 
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
-        if k > self._last_nameable or not is_over(self.run, self._attendance):
+        if k > self._last_nameable:
+            return False
+        self._prompts.look()  # before anybody is asked whether more can come
+        if not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.
-        return clock.now() >= self._may_end_from and self.has_same_servers()
+        if clock.now() < self._may_end_from or not self.has_same_servers():
+            return False
+        return not (self._prompts.has_begun and self._attendance.is_attended and self._prompts_are_left())
+
+    def _prompts_are_left(self) -> bool:
+        """Whether a living producer has prompts to play again. Called once no group is open."""
+        self.look_again()
+        self._candidates.read_on(ALL_GROUPS)
+        named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
+        waiting = [group.group_id for group in self._candidates]
+        known = set(map(identity, [*named, *waiting, *self.progress.groups]))
+        return self._prompts.are_left(known)
+
+    def save_prompts(self) -> None:
+        self._prompts.save(self.progress)
 
     def finish(self) -> None:
         super().finish()

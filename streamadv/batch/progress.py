@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from .. import clock
+from ..prompts.spec import PREFIX, identity
 from .named import NamedBatch
 from .record import BatchRecord, Running
 
@@ -64,20 +65,29 @@ class Progress:
             ""  # newest version of which they know where its weights lie: '<version> <URI>', '' = none
         )
         self.finished = False  # whether the trainer has ended the run
-        # Ids of the groups in the weights.
+        # Ids of the groups in the weights; of those of prompts, the prompts (`spec.identity`).
         self._uncommitted: dict[str, int] = {}  # group -> its batch, in the order of the batches
         self._committed: dict[str, float] = {}  # group -> when, in that order
         self._returning: dict[str, float] = {}  # those of another server's time, or of a checkpoint
         self._named_elsewhere = 0  # batches below it were named on servers that were replaced
+        #: What the run had of its prompts at the last checkpoint, by name: see `prompts.py`.
+        self.prompts: dict[str, Any] = {}
+        self.is_set_back = False  # to a checkpoint older than what the run had committed
 
     def __contains__(self, group_id: object) -> bool:
-        """Whether the group is in the weights."""
-        return group_id in self._uncommitted or group_id in self._committed or group_id in self._returning
+        """Whether the group is in the weights, or another try of its prompt."""
+        known = identity(str(group_id))
+        return known in self._uncommitted or known in self._committed or known in self._returning
 
     @property
     def groups(self) -> list[str]:
         """Groups in the weights that a server may have, or have again."""
         return list({**self._returning, **self._committed, **self._uncommitted})
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether it has trained on groups of prompts."""
+        return bool(self.prompts) or any(group_id.startswith(PREFIX) for group_id in self.groups)
 
     @property
     def has_delivered(self) -> bool:
@@ -96,7 +106,8 @@ class Progress:
         self.restored = int(state["version"])
         self.begin(self.restored)
         self.branch = 0
-        self._returning = dict.fromkeys(state["groups"], clock.now())
+        self._returning = dict.fromkeys(map(identity, state["groups"]), clock.now())
+        self.prompts, self.is_set_back = dict(state.get("prompts", {})), False
 
     @staticmethod
     def beginning(run: str) -> dict[str, Any]:
@@ -113,6 +124,8 @@ class Progress:
             "groups": self.groups,
             "kl": self.kl or {},
         }
+        if self.prompts:
+            state["prompts"] = dict(self.prompts)
         if self.weights:
             state["weights"] = self.weights
         return {**state, "running": self.running} if self.knows_running else state
@@ -161,7 +174,9 @@ class Progress:
         if record.k < self.version:
             return
         self.version = record.k + 1
-        self._uncommitted.update((pointer.group_id, record.k) for pointer in self.batch(record).living)
+        self._uncommitted.update(
+            (identity(pointer.group_id), record.k) for pointer in self.batch(record).living
+        )
         self.running, self.knows_running = record.running, True
 
     def commit(self, version: int) -> None:

@@ -176,6 +176,9 @@ class Session:
     def commit(self, version: int) -> None:
         """Rank 0 commits every batch below `version`: they are in a saved checkpoint."""
 
+    def save_prompts(self) -> None:
+        """Rank 0 notes in the progress what the run has of its prompts, for the next checkpoint."""
+
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
         raise NotImplementedError

@@ -12,6 +12,7 @@ from ..errors import RunEndedError, StreamadvError
 from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.replies import as_int
+from ..store.retry import RETRYABLE
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import BeginCall
@@ -23,13 +24,16 @@ from .encode import Push
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .next_group import NextGroup
+from .prompted import PromptedGroups
 from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .sender import Sender
 from .slots import Slots
 from .tickets import PushResult, Ticket
 
 
-class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
+class AsyncProducer(
+    BaseProducer["BeginGroup", AsyncIterator[AsyncGroup], AsyncIterator[tuple[Any, AsyncGroup]]]
+):
     """What `async with Producer(...)` gives. Any number of tasks may use it at once."""
 
     def __init__(
@@ -101,6 +105,14 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
                 yield group
         finally:
             next_group.close()
+
+    async def _prompts(self, prompted: PromptedGroups) -> AsyncGenerator[tuple[Any, AsyncGroup], None]:
+        try:
+            while (found := await self._drive(prompted.next())) is not None:
+                yield found[0], AsyncGroup(self, found[1])
+        finally:
+            with suppress(StreamadvError, *RETRYABLE):
+                await self._drive(prompted.close(), patient=False)
 
     async def _admit(self, request: GroupRequest) -> AsyncGroup:
         call = BeginCall()

@@ -381,6 +381,8 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         if self._progress.began is None:
             self._patiently(self._sessions.current)
+        if self._rank.number == 0 and self._progress.has_prompts:
+            self._patiently(lambda: self._sessions.current().save_prompts())
         with self._lock:
             return self._progress.state(self._run_name)
 

@@ -116,7 +116,8 @@ class Supply:
         if (ended and session.name_ahead(True, max_groups)) or is_new:
             patience.progress()
         batch = self._collect(reader)
-        if batch is None and ended and session.has_scanned_logs and session.find(self._next) is None:
+        has_all = session.has_scanned_logs and session.find(self._next) is None
+        if batch is None and ended and has_all and session.has_ended(self._next):
             lost = None if self._progress.has_delivered else why_nothing_was_kept(session.run)
             session.publish_end(self._progress.ends + 1)
             self._progress.end()
