@@ -68,7 +68,7 @@ def note_ended(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCal
 
 def _leave(keys: ShardKeys, name: str, what: str, leases: Sequence[Lease]) -> ScriptCall:
     args = [what, *(part for lease in leases for part in lease)]
-    return script_call("leave_prompts", keys, args, **_keys(name, "state", "entries", "again"))
+    return script_call("leave_prompts", keys, args, **_keys(name, "entries", "again"))
 
 
 class Ends:

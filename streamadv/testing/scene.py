@@ -95,6 +95,8 @@ class Scene:
     scored: bool
     needs: bool
     """Whether the chain needs a column, so that groups without it become dead letters."""
+    prompts: int
+    """How many prompts all producers play for two epochs, after what each does by itself."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
 
@@ -141,6 +143,7 @@ def draw_scene(world: World) -> Scene:
         scored=pick("scored", False, False, True),
         needs=pick("needs", False, False, True),
         folder=pick("folder", False, False, True),
+        prompts=pick("prompts", 0, 0, 0, 5),
     )
 
 

@@ -9,10 +9,8 @@
 --   'cursor:<shard>'  the last end of a group there that was carried here
 --   'branch'          of the trainer that has set them back last
 --   other fields      counters: '<what> <source> <epoch>'
--- KEYS  prompt_state, prompt_entries, prompt_again
+-- KEYS  prompt_entries, prompt_again
 local NOBODY, GONE = '-', 'ended'
-
-local function number_of(field) return tonumber(redis.call('HGET', keys.prompt_state, field) or '') or 0 end
 
 local function whole(number) return string.format('%d', number) end
 
@@ -20,10 +18,6 @@ local function whole(number) return string.format('%d', number) end
 local function read_entry(item)
   local try, failures, nonce = string.match(redis.call('HGET', keys.prompt_entries, item) or '', '^(%d+) (%d+) (%S+)')
   return tonumber(try or ''), tonumber(failures or ''), nonce
-end
-
-local function note_try(try)
-  if try >= number_of('tries') then redis.call('HSET', keys.prompt_state, 'tries', whole(try + 1)) end
 end
 
 -- Somebody has to play the prompt again.

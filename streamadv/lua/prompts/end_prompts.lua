@@ -5,6 +5,7 @@
 --       the run had known just as much) or 'repeat'; then of each end: prompt, try, epoch, outcome
 -- Returns  the last entry known: another one than the caller's if nothing was changed
 -- include prompts
+-- include prompt_state
 local GIVEN_UP_KEPT = 1000
 local FILTERS = {zero_variance = true, difficulty = true}
 local NO_FAULT = {rolled_back = true}  -- of the prompt: it is played again as often as this happens

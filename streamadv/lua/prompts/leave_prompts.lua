@@ -1,6 +1,6 @@
 -- Prompts whose producers play them no more: they are to be played again under the same try, because nobody has ended
 -- it, or their groups have ended, and how is still to be told.
--- KEYS  void, prompt_state, prompt_entries, prompt_again
+-- KEYS  void, prompt_entries, prompt_again
 -- ARGV  'again' or 'ended', then of each prompt: the prompt, its entry as it was read
 -- Returns  number of those whose entry was still that
 -- include prompts

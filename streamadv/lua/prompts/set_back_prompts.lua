@@ -7,6 +7,7 @@
 --       of each source; each counter and its value; these prompts
 -- Returns  1 if something was set back, else 0
 -- include prompts
+-- include prompt_state
 local name, description, branch, is_older = ARGV[2], ARGV[3], ARGV[4], ARGV[5] == '1'
 local sources, counters, begun = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local first = 8  -- the arguments before those of the sources
