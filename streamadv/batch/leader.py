@@ -262,7 +262,7 @@ class Leader(Session):
         named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
         waiting = [group.group_id for group in self._candidates]
         known = set(map(identity, [*named, *waiting, *self.progress.groups]))
-        return self._prompts.are_left(known)
+        return self._prompts.are_left(known, self.progress)
 
     def save_prompts(self) -> None:
         self._prompts.save(self.progress)

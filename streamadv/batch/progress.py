@@ -79,6 +79,10 @@ class Progress:
         known = identity(str(group_id))
         return known in self._uncommitted or known in self._committed or known in self._returning
 
+    def has_committed(self, known: str) -> bool:
+        """Whether what is trained on once (`spec.identity`) is in a saved checkpoint, as far as this is remembered."""
+        return known not in self._uncommitted and (known in self._committed or known in self._returning)
+
     @property
     def groups(self) -> list[str]:
         """Groups in the weights that a server may have, or have again."""

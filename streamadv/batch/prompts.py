@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Outcome of a group that is nowhere: a server has lost it.
 LOST: Final = "lost"
+TRAINED: Final = "trained"
 
 
 class RunPrompts:
@@ -75,7 +76,7 @@ class RunPrompts:
         """Note what was begun and has not ended, for `are_left`."""
         self._begun = [read(self._run, prompts) for prompts in self.carry()]
 
-    def are_left(self, known: Container[str]) -> bool:
+    def are_left(self, known: Container[str], progress: Progress) -> bool:
         """Whether of the prompts of the last look some are still to be played, though no group was open since.
 
         known: all groups in the weights, named or candidates, by `identity`. A prompt of no such group was leased and
@@ -84,12 +85,15 @@ class RunPrompts:
         """
         is_left = False
         for stored in self._begun:
-            unknown = [item for item in stored.entries if identity(stored.group_id(item)) not in known]
+            groups = {item: identity(stored.group_id(item)) for item in stored.entries}
+            self._end(
+                stored, [item for item, group in groups.items() if progress.has_committed(group)], TRAINED
+            )
+            unknown = {item for item, group in groups.items() if group not in known}
             is_left = is_left or bool(unknown)
-            gone = set(stored.of(GONE))
-            if lost := [item for item in unknown if item in gone]:
-                self._end_lost(stored, lost)
-            if held := sorted(set(unknown) - gone - set(stored.of(NOBODY))):
+            gone = unknown.intersection(stored.of(GONE))
+            self._end(stored, sorted(gone), LOST)
+            if held := sorted(unknown - gone - set(stored.of(NOBODY))):
                 call = give_back(self._run.keys.home, stored.prompts.name, stored.leases(held))
                 run_script(self._run.connection.scripts, call)
         return is_left
@@ -99,20 +103,20 @@ class RunPrompts:
         """Whether some were begun and had not ended at the last look."""
         return any(stored.entries for stored in self._begun)
 
-    def _end_lost(self, stored: Stored, items: list[str]) -> None:
-        prompts = stored.prompts
-        carry_out(self._run, self._ends.carry(self._run.keys, prompts))
-        ends = [(stored.group_id(item).encode(), LOST.encode()) for item in items]
+    def _end(self, stored: Stored, items: list[str], outcome: str) -> None:
+        """End prompts of which the server has lost that their groups have ended, and how."""
+        if not items:
+            return
+        carry_out(self._run, self._ends.carry(self._run.keys, stored.prompts))
+        ends = [(stored.group_id(item).encode(), outcome.encode()) for item in items]
         fields = log_fields("prompts_lost", run=self._run.name, role="trainer", count=len(items))
-        logger.warning(
-            "run %s: groups of %d prompts have ended, and a server has lost how, %s among them",
-            self._run.name,
-            len(items),
-            stored.group_id(items[0]),
-            extra=fields,
+        text = (
+            "run %s: a server has lost how groups of %d prompts have ended, %s among them: they count as %s"
         )
+        logger.warning(text, self._run.name, len(items), stored.group_id(items[0]), outcome, extra=fields)
         # Under a shard of its own: no cursor of a real one moves.
-        run_script(self._run.connection.scripts, end(self._run.keys.home, prompts, ends, (-1, "", ""), True))
+        call = end(self._run.keys.home, stored.prompts, ends, (-1, "", ""), True)
+        run_script(self._run.connection.scripts, call)
 
 
 def _saved(stored: Stored, progress: Progress) -> dict[str, Any]:

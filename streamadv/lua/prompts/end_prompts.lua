@@ -1,5 +1,6 @@
 -- What ends of groups mean for their prompts: trained on, filtered, played again under the next try, or given up. An end
--- counts if its try is the one that the prompt's entry has, so carrying it here twice changes nothing.
+-- counts unless its prompt has ended or is at a later try, so carrying it here twice changes nothing. A home shard that has
+-- lost its last writes may hear of a prompt that it has not begun, or of a later try.
 -- KEYS  void, prompt_state, prompt_entries, prompt_again, prompt_given_up
 -- ARGV  retries; shard, last entry of its ends that the caller had known, and the last one here; 'check' (take them only if
 --       the run had known just as much) or 'repeat'; then of each end: prompt, try, epoch, outcome
@@ -53,13 +54,22 @@ local function take_back(item, try, epoch)
   end
 end
 
+-- Whether an end of this try counts, and how often the prompt had failed before.
+local function tries_of(item, try)
+  local now, failures = read_entry(item)
+  if now then return try >= now, failures end
+  local source, position = string.match(item, '^(%d+) (%d+)$')
+  local is_new = tonumber(position) >= number_of('next:' .. source) and not redis.call('HGET', keys.prompt_entries, item)
+  return is_new and try >= number_of('base'), try - number_of('base')
+end
+
 for i = 6, #ARGV, 4 do
   local item, try, epoch, outcome = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3]
-  local now, failures = read_entry(item)
+  local counts, failures = tries_of(item, try)
   if outcome == 'requeued' then
     take_back(item, try, epoch)
-  elseif now ~= try then
-    -- It has ended, or is played under another try.
+  elseif not counts then
+    -- It has ended, or is played under a later try.
   elseif outcome == 'trained' then
     finish(item, epoch, 'trained')
   elseif FILTERS[outcome] then

@@ -144,7 +144,7 @@ def test_other_prompts_under_the_same_name_are_refused(redis_url: str, run: str)
         next(producer.prompts(prompts(), SIZE))
         others = sa.Prompts([f"question {number}!" for number in range(COUNT)], epochs=EPOCHS)
         with pytest.raises(
-            SettingError, match="fingerprint is '.*', in the run '.*': give all producers the same"
+            SettingError, match=r"fingerprint is '.*', in the run '.*': give all producers the same"
         ):
             next(producer.prompts(others, SIZE))
         with pytest.raises(SettingError, match="epochs is 3, in the run 2"):
