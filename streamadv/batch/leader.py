@@ -131,6 +131,7 @@ class Leader(Session):
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
             trained=self.progress,
+            tries=self.progress.tries,
             named={
                 identity(pointer.group_id)
                 for k, batch in self.batches.items()

@@ -44,10 +44,14 @@ class RunPrompts:
     def save(self, progress: Progress) -> None:
         """Note in the progress what belongs into a checkpoint of the present version."""
         for prompts in self.carry():
+            state = self._run.keys.home.prompt_state(prompts.name)
+            self._run.connection.scripts.hsetnx(
+                state, "branch", str(progress.branch)
+            )  # so that its loss is noticed
             progress.prompts[prompts.name] = _saved(read(self._run, prompts), progress)
 
     def restore(self, progress: Progress) -> None:
-        """After the run was taken: set prompts back to the checkpoint that was loaded, or that a server has lost."""
+        """After the run was taken: set prompts back to an older checkpoint, or to the last one if the run lost them."""
         sets = {prompts.name: prompts for prompts in self.carry(again=True)}
         for name, saved in progress.prompts.items():
             try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from .. import doors
@@ -22,6 +22,7 @@ class NamingRules:
     drop_after: int | None  # versions
     needs: frozenset[str] = frozenset()  # columns that producers must have pushed
     trained: Container[str] = frozenset()  # ids of the groups in the weights
+    tries: Mapping[str, str] = field(default_factory=dict)  # of prompts in the weights: prompt -> group
     rolled_back_above: int | None = None  # version restored by load_state_dict
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0
@@ -34,7 +35,8 @@ class NamingRules:
         if group.malformed:
             return "malformed"
         if group.group_id in self.trained:
-            return "trained"
+            as_trained = self.tries.get(identity(group.group_id), group.group_id)
+            return "trained" if as_trained == group.group_id else "repeated"
         if group.problem is not None:
             return "dead:undecodable"
         restored = self.rolled_back_above

@@ -15,8 +15,8 @@ import pytest
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
     "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "prompts", "producer",
-    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "processes", "integrations", "demo",
-    "cli", "testing",
+    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "processes",
+    "integrations", "demo", "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where torch, or what they integrate, is installed; all others are imported without.
 WITH_TORCH = (

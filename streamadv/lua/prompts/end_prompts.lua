@@ -70,7 +70,7 @@ for i = 6, #ARGV, 4 do
     take_back(item, try, epoch)
   elseif not counts then
     -- It has ended, or is played under a later try.
-  elseif outcome == 'trained' then
+  elseif outcome == 'trained' or outcome == 'repeated' then
     finish(item, epoch, 'trained')
   elseif FILTERS[outcome] then
     finish(item, epoch, 'filtered:' .. outcome)

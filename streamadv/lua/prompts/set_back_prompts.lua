@@ -1,5 +1,5 @@
--- A trainer goes on from a checkpoint that is older than what the run has of these prompts, or newer, as after a server has
--- lost its last writes: what has ended there has ended; all else is to be played, what is in play goes on.
+-- Prompts of a trainer that goes on from a checkpoint older than what the run has committed, or of a run that has lost all of
+-- them: what has ended in the checkpoint has ended, all else is to be played, and what is in play goes on.
 -- KEYS  void, session, prompts, prompt_state, prompt_entries, prompt_again, prompt_given_up
 -- fenced by session
 -- ARGV  epoch; name, description; branch of the trainer; '1' if the checkpoint is older than what the run has committed;
@@ -10,44 +10,44 @@
 -- include prompt_state
 local name, description, branch, is_older = ARGV[2], ARGV[3], ARGV[4], ARGV[5] == '1'
 local sources, counters, begun = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local first = 8  -- the arguments before those of the sources
-local following, lost = {}, false
-for source = 1, sources do
-  following[source] = tonumber(ARGV[first + source])
-  lost = lost or number_of('next:' .. source) < following[source]
-end
-local is_done = redis.call('HGET', keys.prompt_state, 'branch') == branch
-if not lost and (is_done or not is_older) then return 0 end
+local following, is_lost = {}, false
+for source = 1, sources do following[source] = tonumber(ARGV[8 + source]) end
+local known = redis.call('HGET', keys.prompt_state, 'branch')
+for _, position in ipairs(following) do is_lost = is_lost or (not known and position > 0) end
+redis.call('HSET', keys.prompt_state, 'branch', branch)
+if not is_lost and (not is_older or known == branch) then return 0 end
 
-local at = first + sources
-local kept, values = {}, {}
-for i = 1, counters do values[ARGV[at + 2 * i - 1]] = ARGV[at + 2 * i] end
-at = at + 2 * counters
-local base = number_of('tries')
-for i = 1, begun do kept[ARGV[at + i]] = true end
+-- What is begun from now on has ids of its own, if an older one may be among what has ended.
+local base = is_older and number_of('tries') or number_of('base')
+local at = 8 + sources
+local to_play = {}
+for i = at + 2 * counters + 1, at + 2 * counters + begun do to_play[ARGV[i]] = true end
 local flat = redis.call('HGETALL', keys.prompt_entries)
 for i = 1, #flat, 2 do
-  local source, position = string.match(flat[i], '^(%d+) (%d+)$')
-  local is_open = kept[flat[i]] or (source and tonumber(position) >= (following[tonumber(source)] or 0))
-  if flat[i + 1] == 'ended' or not is_open then
-    redis.call('HDEL', keys.prompt_entries, flat[i])
-    redis.call('ZREM', keys.prompt_again, flat[i])
-  else
-    kept[flat[i]] = nil
+  local item, has_ended = flat[i], flat[i + 1] == 'ended'
+  local source, position = string.match(item, '^(%d+) (%d+)$')
+  local is_begun = tonumber(position or '') and tonumber(position) < (following[tonumber(source)] or 0)
+  if (has_ended and (is_older or is_begun)) or (is_begun and not to_play[item]) then
+    redis.call('HDEL', keys.prompt_entries, item)
+    redis.call('ZREM', keys.prompt_again, item)
   end
+  if not (has_ended and is_older) then to_play[item] = nil end
 end
-for i = 1, begun do
-  if kept[ARGV[at + i]] then play_again(ARGV[at + i], base, 0) end
-end
-for i = at + begun + 1, #ARGV do redis.call('HSET', keys.prompt_entries, ARGV[i], 'ended') end
+for item in pairs(to_play) do play_again(item, base, 0) end
+for i = at + 2 * counters + begun + 1, #ARGV do redis.call('HSET', keys.prompt_entries, ARGV[i], 'ended') end
 
-flat = redis.call('HGETALL', keys.prompt_state)
-for i = 1, #flat, 2 do
-  if string.find(flat[i], ' ', 1, true) then redis.call('HDEL', keys.prompt_state, flat[i]) end
+if is_older then
+  flat = redis.call('HGETALL', keys.prompt_state)
+  for i = 1, #flat, 2 do
+    if string.find(flat[i], ' ', 1, true) then redis.call('HDEL', keys.prompt_state, flat[i]) end
+  end
+  redis.call('DEL', keys.prompt_given_up)
 end
-for counter, value in pairs(values) do redis.call('HSET', keys.prompt_state, counter, value) end
+for i = at + 1, at + 2 * counters, 2 do
+  redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
+end
 for source, position in ipairs(following) do redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position)) end
-redis.call('HSET', keys.prompt_state, 'base', whole(base), 'tries', whole(base + 1), 'branch', branch)
-redis.call('DEL', keys.prompt_given_up)
+redis.call('HSET', keys.prompt_state, 'base', whole(base))
+note_try(base)
 redis.call('HSETNX', keys.prompts, name, description)
 return 1
