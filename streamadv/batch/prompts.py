@@ -44,10 +44,7 @@ class RunPrompts:
     def save(self, progress: Progress) -> None:
         """Note in the progress what belongs into a checkpoint of the present version."""
         for prompts in self.carry():
-            state = self._run.keys.home.prompt_state(prompts.name)
-            self._run.connection.scripts.hsetnx(
-                state, "branch", str(progress.branch)
-            )  # so that its loss is noticed
+            self._run.home.call("note_branch", [progress.branch], prompt_state=prompts.name)
             progress.prompts[prompts.name] = _saved(read(self._run, prompts), progress)
 
     def restore(self, progress: Progress) -> None:
