@@ -50,6 +50,10 @@ class Stored:
     def leases(self, items: Iterable[str]) -> list[Lease]:
         return [Lease(item, self.entries[item]) for item in items]
 
+    def is_of(self, item: str) -> bool:
+        """Whether this names a prompt of the set."""
+        return ITEM.fullmatch(item) is not None and _is_of(item, self.prompts.totals)
+
     def group_id(self, item: str) -> str:
         """Of the try that counts."""
         return self.prompts.group_id(item, int(self.entries[item].partition(" ")[0]))
@@ -135,6 +139,12 @@ def _give_back(run: Run, prompts: PromptSet, is_lost: Callable[[str], bool]) -> 
         leases = stored.leases(lost[start : start + SLICE])
         given += run_script(run.connection.scripts, give_back(run.keys.home, prompts.name, leases))
     return given
+
+
+def carry_ends(run: Run) -> None:
+    """Carry the ends of groups to their prompts now."""
+    for prompts in read_sets(run):
+        carry_out(run, Ends().carry(run.keys, prompts))
 
 
 def check_requeue(run: Run, group_id: str) -> None:
