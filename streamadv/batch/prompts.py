@@ -44,7 +44,6 @@ class RunPrompts:
     def save(self, progress: Progress) -> None:
         """Note in the progress what belongs into a checkpoint of the present version."""
         for prompts in self.carry():
-            self._run.home.call("note_branch", [progress.branch], prompt_state=prompts.name)
             progress.prompts[prompts.name] = _saved(read(self._run, prompts), progress)
 
     def restore(self, progress: Progress) -> None:
@@ -65,7 +64,8 @@ class RunPrompts:
     def _set_back(self, prompts: PromptSet, saved: dict[str, Any], progress: Progress) -> bool:
         following = saved.get("next", [0] * len(prompts.sources))
         counters, begun, ended = saved.get("counts", {}), saved.get("left", []), saved.get("ended", [])
-        args = [progress.epoch, prompts.name, prompts.to_text(), progress.branch, int(progress.is_set_back)]
+        args = [progress.epoch, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
+        args += [int(progress.is_set_back)]
         args += [len(following), len(counters), len(begun), *following]
         args += [part for pair in counters.items() for part in pair]
         kinds = {f"prompt_{kind}": prompts.name for kind in ("state", "entries", "again", "given_up")}
@@ -135,6 +135,7 @@ def _saved(stored: Stored, progress: Progress) -> dict[str, Any]:
             ended.append(item)
     return {
         "set": stored.prompts.to_text(),
+        "born": stored.born,
         "next": stored.following,
         "left": sorted(left),
         "ended": sorted(ended),

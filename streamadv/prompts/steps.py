@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
+from .. import doors
 from ..errors import SettingError
 from ..store.keys import RunKeys, ShardKeys
 from ..store.replies import as_text
@@ -37,7 +38,8 @@ class Lease(NamedTuple):
 
 def describe(keys: ShardKeys, prompts: PromptSet) -> ScriptSteps[None]:
     """Agree on what these prompts are. Raises SettingError if the run has others under the name."""
-    reply = yield script_call("describe_prompts", keys, [prompts.name, prompts.to_text()])
+    args = [prompts.name, prompts.to_text(), doors.random_bytes(8).hex()]
+    reply = yield script_call("describe_prompts", keys, args, **_keys(prompts.name, "state"))
     if reply.decode(errors="replace") == prompts.to_text():
         return
     try:

@@ -30,6 +30,8 @@ class Stored:
     """A set of prompts at one moment. What no process of the run has written is left out."""
 
     prompts: PromptSet
+    born: str
+    """Id of what the run has of it: another one after the run has lost it."""
     following: list[int]
     """Of each source the first position that was never begun."""
     entries: dict[str, str]
@@ -108,7 +110,8 @@ def read(run: Run, prompts: PromptSet) -> Stored:
         for key, value in state.items()
         if key.count(b" ") == 2
     }
-    return Stored(prompts, following, entries, ended, counters)
+    born = state.get(b"born", b"").decode(errors="replace")
+    return Stored(prompts, born, following, entries, ended, counters)
 
 
 def _is_of(item: str, totals: list[int]) -> bool:

@@ -8,6 +8,7 @@
 --   'tries'           above every try there was
 --   'cursor:<shard>'  the last end of a group there that was carried here
 --   'branch'          of the trainer that has set them back last
+--   'born'            id of all this
 --   other fields      counters: '<what> <source> <epoch>'
 -- KEYS  prompt_entries, prompt_again
 local NOBODY, GONE = '-', 'ended'

@@ -47,6 +47,7 @@ local function take_back(item, try, epoch)
   local now, failures, nonce = read_entry(item)
   if now == try + 1 and nonce == NOBODY then
     redis.call('ZREM', keys.prompt_again, item)
+    count_up('again:dead', item, epoch, -1)
     redis.call('HSET', keys.prompt_entries, item, whole(try) .. ' ' .. whole(math.max(0, failures - 1)) .. ' ' .. GONE)
   elseif not now and redis.call('ZREM', keys.prompt_given_up, item .. ' ' .. whole(try) .. ' dead') == 1 then
     redis.call('HSET', keys.prompt_entries, item, whole(try) .. ' ' .. whole(retries) .. ' ' .. GONE)
