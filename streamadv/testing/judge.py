@@ -90,7 +90,9 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     for counter, number in stored.counters.items():
         ends[counter.partition(":")[0].partition(" ")[0]] += number
     given_up = ends["given_up"] + ends["filtered"]
-    if len(trained) + given_up != len(pipeline.prompts):
+    # After a loss a group that is in the weights may be pushed again in part, and expire.
+    missing = len(pipeline.prompts) - len(trained) - given_up
+    if missing > 0 or (missing and not pipeline.world.lost):
         yield f"P11: of {len(pipeline.prompts)} prompts {len(trained)} are in the weights, {dict(stored.counters)}"
     if not (pipeline.world.lost or pipeline.scene.each_batch) and ends["trained"] != len(trained):
         yield f"P11: {len(trained)} prompts are in the weights, the run says {dict(stored.counters)}"
