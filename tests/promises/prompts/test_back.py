@@ -180,3 +180,21 @@ def _carried(producer: sa.Producer) -> Any:
     from streamadv.prompts.steps import Ends
 
     return Ends().carry(producer._logic.membership.manifest.keys, prompts().set)
+
+
+def test_another_try_of_a_trained_prompt_is_dropped(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        first = play(producer.prompts(prompts(epochs=1), SIZE), 1)[0]
+        with queue_of(redis_url, run) as queue:
+            trained = train(queue, joined, 1)
+            another = producer.begin_group(SIZE, group_id=f"{identity(first)}:1")
+            another.run(lambda rollout: rollout.push(**record(rollout)), threads=1)
+            group_all(joined)
+            with pytest.raises(sa.errors.NoBatchError):
+                queue.next_batch(timeout=0)
+            queue.commit(queue.state_dict())
+        assert trained == [first]
+        assert joined.counters()["dropped:repeated"] == SIZE
+        assert stored(joined).counters == {"trained 1 0": 1}
+        assert not problems(joined)
