@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .prompts.prompts import Prompts
     from .run.manifest import RunSettings
     from .settings import redis_url
+    from .status.kept import kept
     from .store.connection import Connection
     from .trainer.microbatch import Batch, MicroBatch
     from .trainer.queue import TrainerQueue
@@ -56,6 +57,7 @@ _HOMES = {
     "algorithms": "algorithms",
     "errors": "errors",
     "estimator": "algorithms.registry",
+    "kept": "status.kept",
     "losses": "losses",
     "padded": "padded",
     "redis_url": "settings",
@@ -70,7 +72,7 @@ __all__ = [
     "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "MicroBatch",
     "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
     "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
-    "algorithms", "errors", "estimator", "losses", "padded", "redis_url", "run_program", "weights",
+    "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "weights",
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ EXTRAS: Final = {
     "transfer_queue": "verl",
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
+    "tokenizers": "view",
 }
 
 #: Packages that whatever computes needs.

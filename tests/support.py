@@ -202,6 +202,11 @@ def group_all(run: Run, consumer: Consumer | None = None, count: int = 128) -> l
     return outcomes
 
 
+def housekeep(run: Run) -> None:
+    """Do once what groupers do every second beside grouping."""
+    housekeeping.Housekeeping(run).round()
+
+
 def compute_all(run: Run, consumer: Consumer | None = None) -> int:
     """Do what advantage workers do until no work is left; entries published."""
     consumer = consumer or consumer_of(run, ADVANTAGE)

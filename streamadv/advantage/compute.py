@@ -21,9 +21,10 @@ from ..batch.carryover import running_of
 from ..errors import TrajectoryError
 from ..grouping.layout import Layout, place
 from ..metrics import Sample
+from ..run.kept import RESULTS_OF
 from ..trajectory.columns import Array
 from .prepare import PreparedItem, worker_chain
-from .results import counts_of
+from .results import counts_of, results_of_groups
 
 #: Tokens of a work item that are sampled for the metrics.
 SAMPLED_TOKENS: Final = 1 << 14
@@ -39,7 +40,9 @@ class ComputedItem:
     results: dict[str, bytes] = field(
         default_factory=dict
     )  # a number per trajectory, row or step: in the log
-    outputs: dict[str, memoryview] = field(default_factory=dict)  # columns: in a hash of their own
+    outputs: dict[str, memoryview] = field(
+        default_factory=dict
+    )  # columns, and results of groups that may be kept: in a hash of their own
     # For the metrics:
     advantages: Sample | None = None
     is_weights: Sample | None = None
@@ -65,7 +68,10 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
     selection = Selection(batch, layout, item.shard)
     results, outputs = split_result(result, selection)
+    kept = results_of_groups(published, prepared.share_kept, chain.level, results, outputs)
+    header |= {"kept": list(kept)} if kept else {}
     header |= {"columns": sorted(outputs), "metrics": dict(result.metrics), "weights": dict(result.weights)}
+    outputs |= {f"{RESULTS_OF}{group_id}": memoryview(raw) for group_id, raw in kept.items()}
     weights = result.columns.get("rollout_is_weights")
     return ComputedItem(
         computed,

@@ -18,6 +18,7 @@ from ..grouping.groups_log import ENTRY_ID, LoggedGroup, Pointer, read_groups
 from ..messages import first_problem, log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
+from ..run.kept import share_kept
 from ..run.malformed import reject
 from ..run.payloads import fetch_columns
 from ..trajectory.columns import Array
@@ -36,6 +37,7 @@ class PreparedItem:
     columns: dict[str, dict[str, Array]]  # payload key -> columns of the packet; {} if the chain needs none
     dead: dict[str, Death] = field(default_factory=dict)  # groups that could not be read or computed
     since: int = 0  # when its preparation began, as `tracing.now`
+    share_kept: float = 0.0  # of the groups that are trained on
 
     @property
     def living(self) -> list[LoggedGroup]:
@@ -97,7 +99,7 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
                 dead.setdefault(group_id, Death("undecodable", f"{_name(fetched.packet)}: {problem}"))
     if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
         _living_groups(run, item, [pointer for pointer in item.groups if pointer.group_id in dead])
-    return PreparedItem(entry, item, groups, columns, dead, since)
+    return PreparedItem(entry, item, groups, columns, dead, since, share_kept(run.manifest, "trained"))
 
 
 def _living_groups(run: Run, item: WorkItem, pointers: Sequence[Pointer]) -> list[LoggedGroup]:

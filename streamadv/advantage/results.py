@@ -17,6 +17,7 @@ from ..batch.work import WorkItem
 from ..errors import ArgumentError, WireError
 from ..grouping.layout import Layout, Piece, pieces
 from ..messages import brief, first_problem, one_line
+from ..run.kept import Numbers, is_kept, pack_results
 from ..store.keys import ShardKeys
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import Members, Positions, offsets
@@ -63,6 +64,9 @@ class ResultHeader(BaseModel):
     metrics: dict[str, float]
     weights: dict[str, float]
     dead: dict[str, Death]  # groups that could not be read or computed
+    kept: list[
+        str
+    ] = []  # groups whose results stand in the output hash a second time, each in a field of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +143,35 @@ def counts_of(layout: Layout) -> list[GroupCounts]:
     counts = [np.diff(bound[first]) for bound in _bounds_of(layout.members).values()]
     table = np.stack(counts, axis=1).tolist()
     return [GroupCounts(group.group_id, *counts) for group, counts in zip(layout.groups, table, strict=True)]
+
+
+def results_of_groups(
+    layout: Layout,
+    share: float,
+    level: Level,
+    results: Mapping[str, bytes],
+    outputs: Mapping[str, memoryview],
+) -> dict[str, bytes]:
+    """The results of each group of a layout that commit may keep, by id.
+
+    share: of such groups. results: numbers per trajectory, row or step; outputs: per token.
+    """
+    first = np.searchsorted(layout.group, np.arange(len(layout.groups) + 1))
+    spans = {name: bound[first] for name, bound in _bounds_of(layout.members).items()}  # of groups
+    arrays = [
+        Numbers(name, _level_of(name, level), np.frombuffer(raw, _RESULTS[name]))
+        for name, raw in results.items()
+    ]
+    arrays += [
+        Numbers(name, "token", np.frombuffer(raw, (OUTPUT_COLUMNS | KNOWN_COLUMNS)[name]))
+        for name, raw in outputs.items()
+    ]
+    found = {}
+    for number, group in enumerate(layout.groups):
+        if is_kept(group.group_id, share):
+            own = [n._replace(values=n.values[slice(*spans[n.level][number : number + 2])]) for n in arrays]
+            found[group.group_id] = pack_results(own)
+    return found
 
 
 def _bounds_of(members: Members) -> dict[str, Positions]:

@@ -92,7 +92,7 @@ def merge_metrics(
         weights |= {name: weights.get(name, 0) + counts[name] for name in metrics}
         for name in (name for name in metrics if name.endswith("_eff_sample_size")):
             stem = name.removesuffix("_eff_sample_size")
-            mean_square = values[f"{stem}_clamped_mean"] ** 2
+            mean_square = values[_mean_name(f"{stem}_std", values)] ** 2
             values[name] = mean_square / (mean_square + values[f"{stem}_std"] ** 2)
     return values, weights
 
@@ -110,15 +110,15 @@ def _merged(
     if name.endswith(LEAST):
         return min(first, second)
     if name.endswith("_std"):
-        around = _mean_name(name)
+        around = _mean_name(name, metrics[0])
         return _merged_std(name, (first, second), (metrics[0][around], metrics[1][around]), counts)
     return (first * counts[0] + second * counts[1]) / (counts[0] + counts[1])
 
 
-def _mean_name(std_name: str) -> str:
+def _mean_name(std_name: str, metrics: Mapping[str, float]) -> str:
     """The metric with the mean that a standard deviation was taken around."""
     stem = std_name.removesuffix("_std")
-    return f"{stem}_mean" if stem.endswith("_seq") else f"{stem}_clamped_mean"
+    return f"{stem}_clamped_mean" if f"{stem}_clamped_mean" in metrics else f"{stem}_mean"
 
 
 def _merged_std(name: str, stds: Pair, means: Pair, counts: Pair) -> float:

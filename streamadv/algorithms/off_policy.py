@@ -86,8 +86,8 @@ def importance_weights(
         all weights larger.
 
     Returns:
-      The weights [N] float32, 0 where masked, and metrics of the weights before bounding (verl: of the bounded
-      ones, and in mode mask rollout_is_oob_ratio, the share of tokens outside).
+      The weights [N] float32, 0 where masked, and metrics of them before `batch_normalize` (verl of January 2026: of
+      the weights before bounding); in mode mask also rollout_is_oob_ratio, the share of tokens outside.
 
     Raises OptionError unless upper > 0, and 0 <= lower <= upper where lower is used.
     """
@@ -105,16 +105,13 @@ def importance_weights(
     else:
         inside = (ratios >= least) & (ratios <= upper)
         weights = ratios * inside
-    if peer_quirks == "verl":
-        metrics = bounded_weight_metrics(
-            weights, ratios, log_weights, tokens, least, upper, by_row=level != "token"
-        )
+    rows_counted = {"by_row": level != "token", "all_rows": peer_quirks is not None}
+    if peer_quirks == "verl-2026-01":
+        metrics = weight_metrics(ratios, log_weights, tokens, upper, **rows_counted)
+    else:
+        metrics = bounded_weight_metrics(weights, ratios, log_weights, tokens, least, upper, **rows_counted)
         if mode == "mask":
             metrics["rollout_is_oob_ratio"] = mean(~inside, tokens.mask)
-    else:
-        metrics = weight_metrics(
-            ratios, log_weights, tokens, upper, by_row=level != "token", all_rows=peer_quirks is not None
-        )
     if batch_normalize:
         if level == "token":
             average = tokens.row_sum(weights).sum() / tokens.counts.sum().clamp(min=1)

@@ -71,10 +71,10 @@ def weight_metrics(
     by_row: bool,
     all_rows: bool,
 ) -> dict[str, Metric]:
-    """Distribution of importance weights [N] before bounding; `by_row`: all tokens of a row have one weight.
+    """Distribution of importance weights [N] before bounding, as verl of January 2026 reports it.
 
-    Standard deviation and effective sample size are those of weights held in 1 / threshold .. threshold. Their mean is
-    rollout_is_clamped_mean, which verl does not report; `merge_metrics` needs it to merge the parts of a batch.
+    Standard deviation and effective sample size are those of weights held in 1 / threshold .. threshold. `by_row`: all
+    tokens of a row have one weight.
     """
     rows = rows_that_count(tokens, all_rows)
     if by_row:
@@ -84,8 +84,7 @@ def weight_metrics(
     else:
         judged, counted, highest = weights, tokens.mask, weights
     held = weights.clamp(1 / threshold, threshold)
-    clamped_mean = mean(held, tokens.mask)
-    average = clamped_mean.value
+    average = mean(held, tokens.mask).value
     variance = (mean(held.square(), tokens.mask).value - average.square()).clamp(min=0)
     relative = mean((held / (average + 1e-8)).square(), tokens.mask)
     metrics = {
@@ -94,7 +93,6 @@ def weight_metrics(
         "rollout_is_min": extreme(judged, counted, largest=False),
         "rollout_is_ratio_fraction_high": _share(judged > threshold, counted),
         "rollout_is_ratio_fraction_low": _share(judged < 1 / threshold, counted),
-        "rollout_is_clamped_mean": clamped_mean,
         "rollout_is_std": Metric(variance.sqrt(), relative.weight),
         "rollout_is_eff_sample_size": Metric(1 / relative.value, relative.weight),
     }
@@ -111,14 +109,15 @@ def bounded_weight_metrics(
     upper: float,
     *,
     by_row: bool,
+    all_rows: bool,
 ) -> dict[str, Metric]:
-    """Distribution of importance weights [N] as verl 0.9.1 reports it: of the bounded `weights`, over all rows.
+    """Distribution of importance weights [N] as verl 0.9.1 reports it: of the bounded `weights`.
 
     The shares above and below the bounds are those of `ratios`, the weights before bounding; `by_row`: all tokens of a
     row have one weight, and least and greatest weight are those before bounding too. Without any weight above 0 the
     effective sample size is 0 (verl raises).
     """
-    rows = rows_that_count(tokens, all_rows=True)
+    rows = rows_that_count(tokens, all_rows)
     judged, counted, greatest, least = ratios, tokens.mask, weights, weights
     if by_row:
         judged, counted = tokens.row_mean(log_weights).exp(), rows

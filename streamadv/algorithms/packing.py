@@ -84,7 +84,7 @@ def pack_trajectories(
         members_of([Checked.of(one) for one in ordered], [0] * len(ordered)),
         np.array([numbers[one.group_id] for one in ordered], np.int64),
         list(owners.values()),
-        {name: np.concatenate([row[name] for row in rows]) for name in names} if rows else {},
+        {name: np.concatenate([row[name] for row in rows]) if rows else _no_tokens(name) for name in names},
         torch.device(device),
     )
 
@@ -216,6 +216,10 @@ def _column(name: str, column: Array | Tensor, num_tokens: int) -> Tensor:
     if tuple(column.shape) != (num_tokens,):
         raise TrajectoryError(f"{name} has shape {tuple(column.shape)}, needs ({num_tokens},)")
     return torch.as_tensor(column)
+
+
+def _no_tokens(name: str) -> Array:
+    return np.empty(0, np.uint8 if name == "response_mask" else np.float32)
 
 
 def empty_column(

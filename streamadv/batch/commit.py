@@ -1,11 +1,13 @@
-"""Commits a batch: counts its groups as trained and deletes what is stored of them.
+"""Commits a batch: counts its groups as trained and deletes what is stored of them, or keeps it to be looked at.
 
 Repeating a commit changes nothing: only the call that deletes the entry of the groups log counts its group.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..prompts.spec import of_prompt
 from ..run import Run
+from ..run.kept import is_kept, share_kept
 from ..run.run import Shard
 from ..trajectory.members import Members
 from .record import BatchRecord
@@ -44,8 +47,7 @@ def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> 
         oversize = int(is_oversize(group.members, tokens_per_micro_batch).sum())
     trained = len(group.members) - baseline - oversize
     return CommitArguments(
-        f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}"
-        f"{of_prompt(group.group_id)}",
+        f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}",
         tuple([key for key, _ in group.payloads]),
     )
 
@@ -84,18 +86,24 @@ def _commit_in_shard(
     for group in find_groups(run, unread):
         if group is not None:
             known[group.group_id] = commit_arguments(group, record.tokens_per_micro_batch)
+    share, kept_record = share_kept(run.manifest, "trained"), record.for_kept()
+    computed = {group_id: result.output for result in results for group_id in result.kept}
     groups: list[str] = []
     payloads: list[str] = []
     for pointer in pointers:
         if len(payloads) >= COMMIT_SLICE:
-            shard.call("commit", [epoch, record.id, "", "", *groups], unlinked=payloads)
+            shard.call("commit", [epoch, record.id, "", "", kept_record, *groups], unlinked=payloads)
             groups, payloads = [], []
         if pointer.group_id in known:
-            groups.append(known[pointer.group_id].group)
+            kept, output = "-", computed.get(pointer.group_id)
+            if is_kept(pointer.group_id, share):
+                kept = "0" if output is None else "1"
+            groups.append(f"{known[pointer.group_id].group} {kept}{of_prompt(pointer.group_id)}")
             payloads += known[pointer.group_id].payloads
+            payloads += [output] if output is not None and kept == "1" else []
     outputs, of_results = results_of(shard, record.id, results)
     k = record.k if shard.index == run.home.index else ""
-    args = [epoch, record.id, k, len(outputs), *of_results, *groups]
+    args = [epoch, record.id, k, len(outputs), kept_record, *of_results, *groups]
     shard.call("commit", args, unlinked=[*outputs, *payloads])
 
 
@@ -107,6 +115,7 @@ class StoredResult(NamedTuple):
     entry: bytes
     output: str
     output_bytes: int
+    kept: Sequence[str] = ()  # groups whose results stand there in a field of their own
 
 
 def read_results(run: Run) -> list[StoredResult]:
@@ -123,9 +132,19 @@ def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> 
     keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
     output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
     if output.startswith(keys.output("").encode()) and is_size(size):
-        return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size))
+        kept = _kept_in(fields.get(b"header", b""))
+        return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size), kept)
     # No output, or no results: the rank that reads it removes it.
     return StoredResult(shard.index, batch, entry, keys.void, 0)
+
+
+def _kept_in(header: bytes) -> list[str]:
+    """The groups of a result that commit may keep, as its header tells."""
+    with suppress(ValueError, AttributeError):
+        return (
+            [str(group_id) for group_id in json.loads(header).get("kept", ())] if b'"kept"' in header else []
+        )
+    return []
 
 
 def is_size(text: bytes) -> bool:

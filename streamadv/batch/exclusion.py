@@ -22,8 +22,10 @@ DROP_SLICE: Final = 64
 _DEAD = "dead:"  # of reasons that make dead letters
 
 
-def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None:
-    """Take groups in no batch out of the log, each under its reason."""
+def drop(
+    run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int, k: int, drop_after: int | None
+) -> None:
+    """Take groups in no batch out of the log, each under its reason, while batch k is named."""
     dropped = []
     for group, reason in unfit:
         if reason.startswith(_DEAD):
@@ -36,7 +38,7 @@ def drop(run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int) -> None
     for shard in run.shards:
         own = [(group, reason) for group, reason in dropped if group.shard == shard.index]
         for start in range(0, len(own), DROP_SLICE):
-            args: list[Any] = [epoch]
+            args: list[Any] = [epoch, f"{k} {'' if drop_after is None else drop_after}"]
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [

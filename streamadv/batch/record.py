@@ -51,6 +51,10 @@ class BatchRecord(BaseModel):
     def to_json(self) -> str:
         return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
 
+    def for_kept(self) -> str:
+        """As JSON beside each of its groups that is kept, without the others."""
+        return self.model_dump_json(exclude={"trace", "groups"})
+
     def is_for(self, settings: NamingSettings) -> bool:
         """Whether the chain that computes it is the trainer's."""
         return self.chain == settings.chain and tuple(self.late) == settings.late

@@ -22,13 +22,11 @@ class NamingRules:
     drop_after: int | None  # versions
     needs: frozenset[str] = frozenset()  # columns that producers must have pushed
     trained: Container[str] = frozenset()  # ids of the groups in the weights
-    tries: Mapping[str, str] = field(default_factory=dict)  # of prompts in the weights: prompt -> group
     rolled_back_above: int | None = None  # version restored by load_state_dict
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0
-    named: Container[str] = (
-        frozenset()
-    )  # ids of the groups in batches that are yet to be trained, see `identity`
+    named: Container[str] = frozenset()  # groups in batches that are yet to be trained, by `identity`
+    tries: Mapping[str, str] = field(default_factory=dict)  # of prompts in the weights: prompt -> group
 
     def reason_against(self, group: LoggedGroup, k: int) -> str | None:
         """Why the group is dropped instead of trained on at version k, or None."""

@@ -111,6 +111,16 @@ def names(text: str) -> list[str]:
     return found
 
 
+def shares(text: str) -> dict[str, float]:
+    """Type of an option: numbers by name, as `trained=0.1,dropped=1`."""
+    try:
+        return {name: float(share) for name, share in (pair.split("=") for pair in names(text))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}, needs NAME=NUMBER, with commas between them"
+        ) from None
+
+
 def count(text: str) -> int:
     """Type of an option: a whole number of at least 1."""
     if text.isdecimal() and int(text) >= 1:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..run.manifest import DEFAULTS, RunSettings
 from ..units import size_text
-from .parser import count, count_or_none, names, size
+from .parser import count, count_or_none, names, shares, size
 
 _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "shards": {"type": int, "metavar": "N"},
@@ -24,6 +24,9 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "max_bytes": {"type": size, "metavar": "SIZE"},
     "dedupe_groups": {"type": int, "metavar": "N"},
     "dead_bytes": {"type": size, "metavar": "SIZE"},
+    "keep_bytes": {"type": size, "metavar": "SIZE"},
+    "keep": {"type": shares, "metavar": "KIND=SHARE,..."},
+    "tokenizer": {"metavar": "PATH"},
 }
 
 

@@ -48,15 +48,7 @@ def run_grouper(
     housekeeping_due = scores_due = clock.now()
     while not stop.is_set():
         try:
-            entries = consumer.read(TAKE_COUNT, wait=not is_behind)
-            if entries:
-                with metrics.timed(STAGE, "take"):
-                    take(run, entries)
-                consumer.done(entries)
-                if len(entries) < TAKE_COUNT:
-                    stop.wait(GATHER_S)
-            if stop.is_set():  # the rest is for other groupers: a server that hangs would hold up the end
-                break
+            # First of all: it says what is kept before any group ends.
             if clock.now() >= housekeeping_due:
                 is_behind = not housekeeping.round()
                 housekeeping_due = clock.now() + (0 if is_behind else HOUSEKEEPING_S)
@@ -64,6 +56,13 @@ def run_grouper(
                 for shard in run.shards:
                     apply_scores(run, shard)
                 scores_due = clock.now() + SCORES_S
+            entries = consumer.read(TAKE_COUNT, wait=not is_behind)
+            if entries:
+                with metrics.timed(STAGE, "take"):
+                    take(run, entries)
+                consumer.done(entries)
+                if len(entries) < TAKE_COUNT:
+                    stop.wait(GATHER_S)
         except RETRYABLE as error:
             consumer.start_over()
             outage.pause_after(error)

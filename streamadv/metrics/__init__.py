@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
 Event = Literal["delivered", "acked", "reclaimed", "duplicate"]
 #: Mean and standard deviation of the importance weights of a batch.
-IS_MEAN: Final = "rollout_corr/rollout_is_clamped_mean"
+IS_MEAN: Final = "rollout_corr/rollout_is_mean"
 IS_STD: Final = "rollout_corr/rollout_is_std"
 #: Ended groups are counted when they are so many, or when they are asked for.
 GROUPS_TOGETHER: Final = 256

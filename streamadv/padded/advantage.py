@@ -45,11 +45,11 @@ from .rewards import ROWS, TOKENS, AdvEstimator, Batch, Metrics
 def expand_to_token_level(
     response_level_rewards: Rows,
     attention_mask: Mask,
-    position_ids: Annotated[Tensor, Whole(("B", "T"), ("B", 3, "T"))],
+    position_ids: Annotated[Tensor, Whole(("B", "T"), ("B", "C", "T"))],
 ) -> Tensor:
     """[B, T-1] float32: the row's reward at its last attended token, column t describing token t + 1 (ROLL).
 
-    response_level_rewards [B]; attention_mask [B, T]; position_ids [B, T], or [B, 3, T] of which the first channel
+    response_level_rewards [B]; attention_mask [B, T]; position_ids [B, T], or [B, C, T] of which the first channel
     counts. A row with fewer than two attended tokens loses its reward. `compute_token_reward` puts rewards on the last
     trainable token instead.
     """
@@ -93,7 +93,7 @@ def compute_token_reward(
         log_probs = ["old_log_probs", "ref_log_probs"]
     kinds |= dict.fromkeys(log_probs, TOKENS)
     if peer_quirks:
-        kinds |= {"attention_mask": Flags(("B", "W")), "position_ids": Whole(("B", "W"), ("B", 3, "W"))}
+        kinds |= {"attention_mask": Flags(("B", "W")), "position_ids": Whole(("B", "W"), ("B", "C", "W"))}
     call = Call()
     columns = take_columns(batch, kinds, call)
     mask = aligned_mask(columns["response_mask"], columns.get("old_log_probs"), call)

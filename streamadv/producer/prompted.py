@@ -59,7 +59,7 @@ class PromptedGroups:
                 metadata={**(self._request.metadata or {}), "prompt": index, "epoch": epoch},
             )
             try:
-                ticket = yield from self._logic.admission.begin(request)
+                ticket = yield from self._logic.begin(request)
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [self._leased])
                 self._forget()

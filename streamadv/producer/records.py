@@ -39,7 +39,7 @@ from .tickets import GROUP_ROLES, Ticket
 _STATUSES: Final = frozenset(Status)
 _ROLES: Final = frozenset(Role)
 #: What the pipeline says of a trajectory; of the other fields, a ticket says the group's.
-_OUTPUTS: Final = frozenset(("batch", "staleness", *OUTPUT_COLUMNS))
+_OUTPUTS: Final = frozenset(("batch", "staleness", "outcome", "reason", *OUTPUT_COLUMNS))
 _FIELDS: Final = frozenset(
     (
         *("rollout_index", "reward", "reward_later", "rewards", "status", "role", "model_version"),

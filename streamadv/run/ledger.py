@@ -17,7 +17,15 @@ QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
 #: The counters without a reason.
 COUNTERS: Final = (
     *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
-    *("rollouts_packets", "scoring_packets", "live_bytes", "dead_bytes", "groups_abandoned", "groups_eval"),
+    *(
+        "rollouts_packets",
+        "scoring_packets",
+        "live_bytes",
+        "dead_bytes",
+        "kept_bytes",
+        "groups_abandoned",
+        "groups_eval",
+    ),
     "malformed",
 )
 #: How a group ends.

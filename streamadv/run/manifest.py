@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -41,6 +42,16 @@ ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
 MAX_SHARDS: Final = 1024
 #: Longest time that a group may stay open.
 MAX_DEADLINE_S: Final = 30 * 86400
+
+#: Kinds of groups of which a share is kept, with the default.
+KEPT_KINDS: Final[dict[str, float]] = {"trained": 0.05, "dropped": 0.2, "eval": 1.0, "dead": 1.0}
+
+
+def _with_all_kinds(shares: dict[str, float]) -> dict[str, float]:
+    if problem := unknown_field(shares, KEPT_KINDS):
+        raise ValueError(problem)
+    return {**KEPT_KINDS, **shares}
+
 
 #: What a message about settings of a run begins with.
 _OF_RUN: Final = "run settings: "
@@ -100,6 +111,18 @@ class RunSettings(BaseModel):
     )
     dead_bytes: Annotated[Size, Field(ge=0)] | None = Field(
         None, description="payloads of dead letters kept, per shard; the oldest lose theirs first"
+    )
+    keep_bytes: Annotated[Size, Field(ge=0)] | None = Field(
+        None,
+        description="groups that have ended and are kept to be looked at, at most a tenth of maxmemory; the oldest go "
+        "first; 0: none",
+    )
+    keep: (
+        Annotated[dict[str, Annotated[float, Field(ge=0, le=1)]], AfterValidator(_with_all_kinds)] | None
+    ) = Field(None, description="share of the groups that are kept: of those trained, dropped, eval and dead")
+    tokenizer: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
+        None,
+        description="tokenizer.json, or its folder, by which people read tokens; the pipeline does not open it",
     )
     batch_groups: Annotated[int, Field(ge=1)] | None = Field(
         None, description="paces producers until a trainer brings its own"
@@ -167,6 +190,9 @@ class Manifest(BaseModel):
     max_bytes: int | None = None
     dedupe_groups: int = 1_000_000
     dead_bytes: int = 256 << 20
+    keep_bytes: int = 256 << 20
+    keep: dict[str, float] = KEPT_KINDS
+    tokenizer: str | None = None
     batch_groups: int | None = None
     max_staleness: int | None = None
 

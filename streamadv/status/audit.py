@@ -34,7 +34,7 @@ def audit(run: Run) -> Audit:
         stored = walk(run, keys)
         texts = (*_wrong_counters(run, keys, stored), *stored.problems, *_stray_keys(run, keys, stored))
         problems += [one_line(f"shard {number}: {text}") for text in texts]
-        payloads += len(stored.payloads) + len(stored.dead)
+        payloads += len(stored.payloads) + len(stored.dead) + len(stored.kept)
         uncounted += stored.uncounted
     if problems and run.counters() != before:
         problems.append(
@@ -62,6 +62,7 @@ def _wrong_counters(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[s
         ("groups_abandoned", stored.abandoned),
         ("groups_eval", stored.evaluations),
         ("dead_bytes", sum(stored.dead.values())),
+        ("kept_bytes", stored.kept_bytes),
     ):
         if ledger[name] != found:
             yield f"ledger {name} is {ledger[name]}, found {found}"

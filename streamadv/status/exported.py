@@ -198,7 +198,7 @@ FACTS: Final[dict[str, Fact]] = {
         lambda s: len(s.admission.paced),
     ),
     "payload_bytes": Fact(
-        "Bytes of payloads: `live`, `reserved` for rollouts of open groups, and kept for `dead` letters.",
+        "Bytes of payloads: `live`, `reserved` for rollouts of open groups, of `dead` letters, and of `kept` groups.",
         lambda s: asdict(s.bytes),
         ("kind",),
     ),

@@ -91,11 +91,12 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Payload bytes stored, promised to slots of open groups, and kept for dead letters."""
+    """Bytes of payloads stored, promised to slots of open groups, of dead letters, and of kept groups."""
 
     live: int
     reserved: int
     dead: int
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)

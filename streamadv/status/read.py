@@ -71,6 +71,7 @@ def read_status(run: Run) -> Status:
             live=counters["live_bytes"],
             reserved=sum(shard.reservation.total_bytes for shard in shards),
             dead=counters["dead_bytes"],
+            kept=counters["kept_bytes"],
         ),
         place_bytes=max(shard.reservation.slot_bytes for shard in shards),
         garbage=sum(shard.garbage for shard in shards),

@@ -31,6 +31,8 @@ class StoredData:
     payloads: dict[str, int] = field(default_factory=dict)  # key -> bytes
     outputs: dict[str, int] = field(default_factory=dict)  # key -> bytes
     dead: dict[str, int] = field(default_factory=dict)  # key -> bytes, of payloads of dead letters
+    kept: dict[str, int] = field(default_factory=dict)  # key -> bytes, of payloads of kept groups
+    kept_bytes: int = 0  # with what their entries hold
     places: dict[str, str] = field(default_factory=dict)  # key -> what refers to it: one thing at any time
     open_groups: list[str] = field(default_factory=list)
     dead_groups: list[str] = field(default_factory=list)
@@ -45,7 +47,7 @@ class StoredData:
     @property
     def references(self) -> dict[str, int]:
         """Every key with data of trajectories -> bytes."""
-        return {**self.payloads, **self.outputs, **self.dead}
+        return {**self.payloads, **self.outputs, **self.dead, **self.kept}
 
     def refer(self, sizes: dict[str, int], key: bytes, size: bytes, place: str) -> None:
         """Note in `sizes` that `place` refers to the data at `key`."""
@@ -64,6 +66,9 @@ def walk(run: Run, keys: ShardKeys) -> StoredData:
     _walk_open_groups(run, keys, stored)
     _walk_groups_log(run, keys, stored)
     _walk_dead_letters(run, keys, stored)
+    for entry, fields in _entries(run, keys.kept):
+        stored.kept_bytes += as_count(fields.get(b"bytes"))
+        _refer_lines(stored, stored.kept, fields.get(b"payloads", b""), f"entry {entry} of kept")
     garbage: Any = run.connection.scripts.lrange(keys.garbage, 0, -1)
     for item in garbage:
         key, _, size = item.rpartition(b" ")
@@ -120,6 +125,11 @@ def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
         if b"." in slots:
             slot_bytes = b"".join(head.split(b" ")[2:3]).decode(errors="backslashreplace")
             stored.unfilled[slot_bytes] += slots.count(b".")
+        columns_bytes, *where = group.get(b"columns", b"").split(b" ")
+        if where:
+            stored.refer(stored.payloads, where[0], columns_bytes, f"group {group_id}")
+        elif columns_bytes:  # the server is yet to get them
+            stored.unfilled[columns_bytes.decode(errors="backslashreplace")] += 1
         counted = _walk_packets(keys, stored, group_id, group)
         taken = [index for index, letter in enumerate(slots) if letter in b"us"]
         stored.trajectories["open"] += len(taken)
@@ -186,9 +196,15 @@ def _walk_dead_letters(run: Run, keys: ShardKeys, stored: StoredData) -> None:
     for group_id in _ids(stored, "dead", dead_groups):
         stored.dead_groups.append(group_id)
         letter = hash_at(run, keys.dead_group(group_id))
-        for item in [] if b"emptied" in letter else letter.get(b"log:payloads", b"").split(b"\n"):
-            key, size, *_ = [*item.split(b" "), b"", b""]
-            stored.refer(stored.dead, key, size, f"dead group {group_id}")
+        lines = b"" if b"emptied" in letter else letter.get(b"log:payloads", b"")
+        _refer_lines(stored, stored.dead, lines, f"dead group {group_id}")
+
+
+def _refer_lines(stored: StoredData, sizes: dict[str, int], lines: bytes, place: str) -> None:
+    """Note the payloads of a group as its log entry lists them."""
+    for line in lines.split(b"\n"):
+        key, size, *_ = [*line.split(b" "), b"", b""]
+        stored.refer(sizes, key, size, place)
 
 
 def _ids(stored: StoredData, place: str, members: Iterable[tuple[bytes, float]]) -> Iterator[str]:

@@ -21,9 +21,9 @@ CONNECTION: Final = "ping select info time role multi exec discard"
 CLUSTER: Final = "asking cluster|slots command"
 
 _PIPELINE: Final = (
-    "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lrange lrem persist pexpire rename "
-    "rpush unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups xinfo|stream "
-    "xlen xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
+    "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lpushx lrange lrem persist pexpire "
+    "rename rpush unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups "
+    "xinfo|stream xlen xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
 )
 
 
@@ -81,7 +81,8 @@ OBSERVER: Final = Role(
         "manifest runs": "hgetall",
         "ledger sizes evals trainer session owners producers dead_group": "hgetall",
         "open": "zcard zrange",
-        "group": "hmget",
+        "group": "hgetall hmget",
+        "payload": "hmget",
         "ended ended_before batches": "hlen",
         "garbage": "llen",
         "results": "xinfo|stream xlen",
@@ -91,6 +92,7 @@ OBSERVER: Final = Role(
         "malformed": "xrange",
         "prompts prompt_state prompt_entries": "hgetall",
         "prompt_given_up": "zrange",
+        "kept": "xrange",
     },
     scripts=False,
 )

@@ -104,6 +104,7 @@ class ShardKeys:
     dead = _Single()  # dead letters by time
     malformed = _Single()  # stream: foreign data that was removed
     prompt_ends = _Single()  # stream: how groups of prompts have ended
+    kept = _Single()  # stream: ended groups to look at
 
     # Figures
     ledger = _Single()

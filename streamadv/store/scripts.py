@@ -16,7 +16,9 @@ The script finds its keys in the Lua table `keys` (`keys.trainer`), a list among
 - `(outputs: output ...)` is declared for the server only: the script knows these keys by its arguments. A list before
   them has them at its end too.
 - A `void` at the start, which never exists, is deleted before anything else. Over `maxmemory` a server refuses a script
-  whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`).
+  whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`,
+  `columns`). With a key `kept` the script asks before that whether there is memory, by a write that changes
+  nothing: `has_memory`.
 - `fenced by trainer`: the first argument is the caller's epoch. When the hash `keys.trainer` has a higher one, the
   script changes nothing and `Shard.call` raises EpochFencedError.
 
@@ -53,6 +55,8 @@ _KEYS = re.compile(r"^-- KEYS  (.*(?:\n-- {7}.*)*)", re.MULTILINE)
 _KEY = re.compile(r"(\()?(\w+)(?:: (\w+(?: \| \w+)*))?( \.\.\.)?\)?")
 _FENCE = re.compile(r"^-- fenced by (\w+)$", re.MULTILINE)
 
+#: A write that changes nothing, as `void` is never there; above maxmemory it is refused.
+ASK_FOR_MEMORY: Final = "local has_memory=type(redis.pcall('LPUSHX',KEYS[1],''))=='number'"
 #: Reply of a fenced script to a caller with an older epoch.
 FENCED: Final = -1
 
@@ -167,9 +171,11 @@ def parse_keys(text: str) -> tuple[Key, ...]:
 
 
 def _prologue(keys: Sequence[Key], fence: str | None) -> str:
-    """Lua that makes the table `keys`, deletes `void` and turns away who is fenced. One line."""
+    """Lua that asks for memory, deletes `void`, makes the table `keys` and turns away who is fenced. One line."""
     used = [(i, key) for i, key in enumerate(keys, 1) if not (key.is_void or key.is_declared)]
     parts = ["redis.call('DEL',KEYS[1])"] if keys[0].is_void else []
+    if any(key.name == "kept" for key in keys):
+        parts.insert(0, ASK_FOR_MEMORY)
     parts.append(f"local keys={{{','.join(f'{key.name}=KEYS[{i}]' for i, key in used if not key.is_list)}}}")
     for i, key in used:
         if key.is_list:

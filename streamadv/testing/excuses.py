@@ -84,6 +84,12 @@ def may_be_over(pipeline: Pipeline, group: Group) -> bool:
     )
 
 
+def was_open_again(pipeline: Pipeline, group: Group) -> bool:
+    """Whether the server lost that the group was complete, when its deadline was over: then it ends by that."""
+    due = group.begun + group.deadline_s
+    return any(group.begun <= at and due <= at + HEARD_S for at, _ in pipeline.world.lost)
+
+
 def may_be_dropped(pipeline: Pipeline, group: Group) -> bool:
     """Whether the group may have ended otherwise: a part of it was lost, or came after its deadline."""
     due = group.begun + group.deadline_s

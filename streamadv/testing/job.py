@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import BatchLostError, CheckpointError, EpochFencedError, StarvedError
+from ..trainer.microbatch import Batch
 from ..trainer.queue import TrainerQueue
 from .excuses import must_train
 from .scene import RUN, Life, Place
@@ -120,14 +121,15 @@ class Job:
         self.pipeline.job_ends.append(self.pipeline.world.time)
         for process in self.processes:
             process.kill()
-        self.pipeline.restart_job()
+        if self.number == self.pipeline.jobs:  # else another one is there already
+            self.pipeline.restart_job()
 
     def failed(self, process: Process, error: BaseException) -> None:
         """A rank has raised."""
         timed_out = (TimeoutError, CheckpointError)
         expected = (BatchLostError, EpochFencedError, *timed_out)
         has_cause = (
-            self.pipeline.world.lost or self.number < self.pipeline.jobs or isinstance(error, timed_out)
+            self.pipeline.world.lost or self.pipeline.scene.successor_s or isinstance(error, timed_out)
         )
         if not (isinstance(error, expected) and has_cause):
             self.pipeline.violate(f"{process.name} raised {type(error).__name__}: {error}")
@@ -159,8 +161,8 @@ class Job:
             if not rank:
                 weights = json.loads((path / WEIGHTS).read_text()) if path else []
                 self.weights = [(group_id, index) for group_id, index in weights]
-        elif pipeline.checkpoint is not None:
-            queue.load_state_dict(pipeline.checkpoint[1])
+        elif (checkpoint := self._newest_checkpoint(queue, rank)) is not None:
+            queue.load_state_dict(checkpoint[1])
         elif not rank:
             queue.open()
         is_unsaved = True
@@ -181,6 +183,7 @@ class Job:
                 continue
             members = tuple((each.group_id, each.rollout_index) for each in batch.references)
             self._train(rank, batch.version, members)
+            self._look(batch)
             queue.trained(batch)
             is_unsaved = (batch.version + 1) % scene.save_every != 0
             if not is_unsaved:
@@ -189,19 +192,46 @@ class Job:
         self._save(queue, rank)
         pipeline.ended |= not rank
 
+    def _look(self, batch: Batch) -> None:
+        """Rows of groups that were begun with an image have it."""
+        for mb in batch:
+            images = mb.extras.get("image", [None] * mb.num_rows)
+            for reference, image in zip(mb.references, images, strict=True):
+                group = self.pipeline.groups.get(reference.group_id)
+                if group is not None and group.image != (image is not None):
+                    self.pipeline.violate(
+                        f"P1: group {group.id} was begun with image={group.image}, not so trained"
+                    )
+
     def _save(self, queue: TrainerQueue, rank: int) -> None:
         if self.pipeline.scene.folder and not self.pipeline.scene.each_batch:
             with queue.checkpoint(self.pipeline.folder) as path:
                 if not rank:
                     (path / WEIGHTS).write_text(json.dumps(self.weights))
             if not rank:
-                self.pipeline.checkpoint = (list(self.weights), {})
+                self._note_saved(queue.epoch, {})
             return
         if rank:
             return
         state = queue.state_dict()
-        self.pipeline.checkpoint = (list(self.weights), state)
+        self._note_saved(queue.epoch, state)
         queue.commit(state)
+
+    def _note_saved(self, epoch: int, state: dict[str, Any]) -> None:
+        """What an older job still saves is in nobody's past once a newer one has saved."""
+        if epoch >= self.pipeline.saved_in:
+            self.pipeline.checkpoint, self.pipeline.saved_in = (list(self.weights), state), epoch
+
+    def _newest_checkpoint(self, queue: TrainerQueue, rank: int) -> tuple[list[Place], dict[str, Any]] | None:
+        """What all ranks load. Where an older job may be at work, rank 0 fences it first."""
+        if not self.pipeline.scene.successor_s:
+            return self.pipeline.checkpoint
+        if not rank:
+            assert queue.epoch
+        found: tuple[list[Place], dict[str, Any]] | None = self._meet(rank, self.pipeline.checkpoint)[0]
+        if not rank:
+            self.weights = list(found[0]) if found else []
+        return found
 
     def _is_over(self, rank: int, have_left: bool) -> bool:
         """All ranks were told that the run has ended: whether it is over.
@@ -234,7 +264,7 @@ class Job:
             if not is_well:
                 continue
             # With prompts a producer has finished while it waits for what others play.
-            if life.finished is None and not pipeline.scene.prompts and world.time - life.opened > 5.0:
+            if not life.finishes and not pipeline.scene.prompts and world.time - life.opened > 5.0:
                 pipeline.violate(
                     f"P3: the run has ended, and producer {life.name} is alive and has not finished"
                 )

@@ -16,14 +16,25 @@ from ..run import Run, find_run
 from ..status import problems_of, read_shards
 from ..status.audit import audit
 from ..status.model import Ledger
+from ..status.seen import read_groups_at
 from ..store.connection import Connection
-from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, whole_groups
+from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, was_open_again, whole_groups
 from .pipeline import Pipeline
 from .plan import Choices, cut_down
 from .scene import RUN, Place, Violation
 from .strands import Stuck
 from .world import KINDS, URL, World
 
+#: Why whole groups are dropped.
+GROUP_REASONS: Final = (
+    "expired",
+    "incomplete",
+    "zero_variance",
+    "no_train_members",
+    "eval",
+    "stale",
+    "rolled_back",
+)
 #: Streams that a run leaves empty.
 STREAMS: Final = (b":rollouts", b":groups", b":work", b":results", b":scoring:judge")
 
@@ -61,14 +72,37 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     unknown = sum(
         is_excused(pipeline, pipeline.acknowledged.get(place, []))
         or may_be_over(pipeline, pipeline.groups[place[0]])
+        or was_open_again(pipeline, pipeline.groups[place[0]])
         for place in weights
     )
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
+    yield from _kept_otherwise(pipeline, run, counters)
+    if malformed := counters.get("malformed", 0):
+        yield f"accounting: {malformed} entries are malformed, and only the run has written"
     store = pipeline.world.server.store
     for key, value in sorted(store.data.items()):
         if key.endswith(STREAMS) and value.ids and not may_stay:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
+        elif key.endswith(b":garbage"):
+            yield f"accounting: {len(value)} payloads are left in {key.decode()}"
+
+
+def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Iterator[str]:
+    """Groups that were trained on or dropped and are not kept, or that are kept twice: the run keeps all of them."""
+    kept, groups = Counter[str](), Counter[str]()
+    for group in read_groups_at(run, "kept"):
+        groups[group.group_id] += group.outcome == "trained"
+        kept[group.outcome] += group.count - len(group.left_out)
+    ended = {"trained": counters["trained"] + counters["dropped:baseline"] + counters["dropped:oversize"]}
+    ended |= {reason: counters[f"dropped:{reason}"] for reason in GROUP_REASONS}
+    may_lack = pipeline.world.was_full  # above maxmemory nothing is kept, and the oldest go
+    for reason, count in ended.items():
+        if kept[reason] > count or (kept[reason] < count and not may_lack):
+            yield f"kept: {kept[reason]} trajectories of {count} {reason}"
+    twice = [group_id for group_id, count in groups.items() if count > 1]
+    if twice and not pipeline.world.lost:
+        yield f"kept: {twice[:4]} were trained on twice"
 
 
 def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator[str]:

@@ -266,6 +266,14 @@ class Keyspace:
         stored.extend(items)
         return len(stored)
 
+    @command(needs_memory=True)
+    def lpushx(self, key: bytes, *items: bytes) -> Any:
+        stored = self._get(key, list)
+        if stored is None:
+            return 0
+        stored[:0] = reversed(items)
+        return len(stored)
+
     @command()
     def llen(self, key: bytes) -> Any:
         return len(self._get(key, list) or [])

@@ -27,12 +27,13 @@ from ..producer.replies import LOST_GROUPS_FIRST
 from ..prompts import Prompts
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
-from ..run.manifest import RunSettings
+from ..run.manifest import KEPT_KINDS, RunSettings
 from ..status import watchdog
 from ..store.retry import RETRYABLE
-from ..trainer import checkpoints, heartbeat, supply, together
+from ..trainer import checkpoints, heartbeat, loop, together
 from .excuses import is_quiet, lost_for_good, nobody_knew
 from .job import Job, files_of
+from .lookout import LOOK_S, Lookout
 from .players import Asyncio, Blocking
 from .roles import advantage_worker, grouper, opened
 from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Violation, draw_scene
@@ -50,23 +51,22 @@ PURGE_S: Final = 25.0
 #: Seconds in which a run that nothing disturbs ends, beyond the deadline of its groups.
 END_S: Final = 150.0
 #: Seconds in which what is left to do after the end of a run is done.
-QUIET_S: Final = 8.0
+QUIET_S: Final = 14.0
 #: Seconds that a group may wait for admission when nothing fails.
 ADMISSION_S: Final = 75.0
-#: Seconds without a heartbeat after which a producer counts as lost.
-SILENCE_S: Final = 31.0
-#: Seconds after which a group may no longer be open that nobody plays, once everybody has left.
-NOBODY_S: Final = 12.0
 #: Polls are rarer than in earnest, so that an idle minute costs little.
 POLLS: Final = (
     (grouping, "HOUSEKEEPING_S", 6.0),
     (housekeeping, "HOUSEKEEPING_SLICE_S", 0.5),
     (consumer, "BLOCK_MS", 6000),
     (worker, "POLL_S", 10.0),
-    (supply, "BLOCK_MS", 6000),
+    (loop, "BLOCK_MS", 6000),
     (watchdog, "LOOK_S", 30.0),
     (heartbeat, "LOOK_S", 4.0),
 )
+
+#: What `trim_kept` writes in a run that keeps everything.
+KEEP: Final = b"268435456 1.0 1.0 1.0 1.0"
 
 
 class Pipeline:
@@ -82,6 +82,7 @@ class Pipeline:
             group_deadline_s=self.scene.deadline_s,
             redundancy=self.scene.redundancy,
             scorers=scorers,
+            keep=dict.fromkeys(KEPT_KINDS, 1.0),
         )
         self.prompts = Prompts(range(max(1, self.scene.prompts)), epochs=EPOCHS)
         self.groups: dict[str, Group] = {}
@@ -89,6 +90,7 @@ class Pipeline:
         self.lives: list[Life] = []
         self.done: set[int] = set()  # producers that have carried everything out
         self.checkpoint: tuple[list[Place], dict[str, Any]] | None = None
+        self.saved_in = 0  # the epoch of its job
         self.trained: Counter[Place] = Counter()  # by all jobs
         self.violations: list[str] = []
         self.folder = Path()  # of checkpoints, while it plays
@@ -96,9 +98,8 @@ class Pipeline:
         self.closing_at = math.inf
         """When the trainer saved its last checkpoint, after which it names nothing more."""
         self.job_ends: list[float] = []
-        self._quiet_since: float | None = None
-        self._heartbeats: dict[bytes, tuple[bytes, float]] = {}
         self.jobs = 0
+        self._jobs: list[Job] = []
         self._all_back = 0.0  # when the last of those who were killed starts again
         self._finished_ops: set[tuple[int, int]] = set()
 
@@ -109,7 +110,10 @@ class Pipeline:
         world = self.world
         with TemporaryDirectory(prefix="streamadv-world-") as folder, self._adapted():
             self.folder = Path(folder)
-            self._supervise("grouper", lambda: grouper(RUN, self.settings))
+            # As if a grouper had been here before: what it says first is not lost.
+            world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": KEEP}
+            for number in range(self.scene.groupers):
+                self._supervise(f"grouper{number or ''}", lambda: grouper(RUN, self.settings))
             for number in range(self.scene.workers):
                 self._supervise(f"worker{number}", lambda: advantage_worker(RUN, self.settings))
             if self.scene.scored:
@@ -117,10 +121,12 @@ class Pipeline:
             for number, plan in enumerate(self.scene.producers):
                 self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
             world.at(self.scene.trainer_late_s, self._start_job)
+            if self.scene.successor_s:
+                world.at(self.scene.successor_s, self._start_successor)
             if self.scene.needs:
                 world.at(PURGE_S, lambda: self._supervise("operator", self._purge))
             world.at(CALM_S, self._calm)
-            world.at(5.0, self._look)
+            world.at(LOOK_S, Lookout(self).look)
             for wait in (40.0, 80.0, 120.0):
                 world.at(CALM_S + wait, self._finish_for_the_lost)
             limit = CALM_S + max(self.scene.deadline_s, SLOW_S) + END_S
@@ -131,7 +137,9 @@ class Pipeline:
                     f"P3: the run has not ended {limit - CALM_S:.0f} s after the last fault: {self._state()}"
                 )
             alive = [process.disturbed_until for process in world.processes if not process.dead]
-            until = max(world.time, self._all_back, *alive) + QUIET_S  # nothing is under way any more
+            purged = PURGE_S if self.scene.needs else 0.0
+            # Nothing is under way any more.
+            until = max(world.time, self._all_back, purged, *alive) + QUIET_S
             if any(process.dead and process.name.startswith("worker") for process in world.processes):
                 until += worker.LEASE_S  # then others take over what it had in hand
             self._calm()
@@ -143,7 +151,7 @@ class Pipeline:
         """Polls are rarer; ranks find the store of their job, and only those that live remove files."""
         changes = (
             *POLLS,
-            (together, "_store", lambda _: self._job.store),
+            (together, "_store", lambda _: self._job_here().store),
             (checkpoints, "shutil", files_of(self)),
         )
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
@@ -192,59 +200,14 @@ class Pipeline:
     def _scorer(self) -> None:
         Scorer(URL, RUN, SCORER, settings=self.settings).run(_score, doors.Event())
 
-    # What is looked at while it runs
-
-    def _look(self) -> None:
-        """Every few seconds: who is alive is heard of."""
-        world, now = self.world, self.world.time
-        stored = world.server.store.data.get(b"{r:0:0}:producers", {})
-        for name, value in stored.items():
-            if self._heartbeats.get(name, (b"", 0.0))[0] != value:
-                self._heartbeats[name] = (value, now)
-        for life in self.lives:
-            heard = self._heartbeats.get(life.name.encode(), (b"", life.opened))[1]
-            quiet_from = max(heard, life.opened, life.process.disturbed_until, world.disturbed_until)
-            if (
-                life.closed is None
-                and not life.process.dead
-                and life is self._last_of(life.name)
-                and now - quiet_from > SILENCE_S
-            ):
-                self.violate(
-                    f"P9: producer {life.name} is alive and has been silent for {now - quiet_from:.0f} s"
-                )
-        self._look_for_nobodys_groups()
-        if not self.ended:
-            world.at(now + 5.0, self._look)
-
-    def _look_for_nobodys_groups(self) -> None:
-        """Once all producers have left and were heard, no group stays open that nobody has begun to play."""
-        world = self.world
-        are_unheard = any(life.process.dead or life.is_unheard for life in self.lives)
-        if len(self.done) < len(self.scene.producers) or world.lost or are_unheard:
-            return
-        grouper_well = max(
-            max(p.began, p.disturbed_until) for p in world.processes if p.name.startswith("grouper")
-        )
-        self._quiet_since = max(self._quiet_since or world.time, world.disturbed_until, grouper_well)
-        data = world.server.store.data
-        slots = [
-            data.get(b"{r:0:0}:group:" + name, {}).get(b"slots")
-            for name in data.get(b"{r:0:0}:open", {})
-            if name.decode() not in self.groups  # which somebody has been given
-        ]
-        open_groups = [each for each in slots if each is not None and not each.strip(b".")]
-        if open_groups and world.time > self._quiet_since + NOBODY_S:
-            self.violate(
-                f"P3: all producers have left, and {len(open_groups)} groups are open that nobody has"
-            )
+    # Operators
 
     def _finish_for_the_lost(self) -> None:
         """An operator ends a run whose producers have left unheard, or said so to a server that has lost it since."""
         finished = [
             life
             for life in self.lives
-            if life.finished is not None and life.closed is not None and life is self._last_of(life.name)
+            if life.finished is not None and life.closed is not None and life is self.last_of(life.name)
         ]
         if (
             not self.ended
@@ -268,7 +231,7 @@ class Pipeline:
         with Producer(URL, RUN, settings=self.settings) as producer:
             producer.finish()
 
-    def _last_of(self, name: str) -> Life:
+    def last_of(self, name: str) -> Life:
         return [life for life in self.lives if life.name == name][-1]
 
     # Producers
@@ -297,6 +260,7 @@ class Pipeline:
             if self.scene.prompts:
                 Blocking(self, producer, life, f"p{number}", 0.0).do_prompts()
             if plan["ends"] == "finish":
+                life.finishes = True
                 producer.finish()
                 life.finished = self.world.time
                 self.world.moment()
@@ -333,6 +297,7 @@ class Pipeline:
             if self.scene.prompts:
                 await Asyncio(self, opened, life, f"p{number}", 0.0).do_prompts()
             if plan["ends"] == "finish":
+                life.finishes = True
                 await opened.finish()
                 life.finished = self.world.time
                 self.world.moment()
@@ -409,12 +374,22 @@ class Pipeline:
 
     def _start_job(self) -> None:
         self.jobs += 1
-        job = self._job = Job(self, self.jobs, list(self.checkpoint[0]) if self.checkpoint else [])
+        job = Job(self, self.jobs, list(self.checkpoint[0]) if self.checkpoint else [])
+        self._jobs.append(job)
         for rank in range(self.scene.ranks):
             process = self.world.start(f"trainer{rank}.{self.jobs}", lambda r=rank: job.run_rank(r))  # type: ignore[misc]
             job.processes.append(process)
             process.at_death.append(job.end)
             process.at_error = job.failed
+
+    def _start_successor(self) -> None:
+        if not self.ended and self.jobs:
+            self._start_job()
+
+    def _job_here(self) -> Job:
+        """The job of the process that has its turn."""
+        here = self.world.process
+        return next((job for job in self._jobs if here in job.processes), self._jobs[-1])
 
     def restart_job(self) -> None:
         """The launcher starts the job again, from its newest checkpoint."""

@@ -39,7 +39,10 @@ class Life:
     """When it had."""
     is_unheard: bool = False
     """Whether it has left without the server having heard of it."""
+    finishes: bool = False
+    """Whether it has begun to say that no more comes."""
     finished: float | None = None
+    """When it had said so."""
 
     @property
     def end(self) -> float:
@@ -70,6 +73,8 @@ class Group:
     whole: bool = True
     """Whether all its rollouts are pushed, so that it has to be trained on."""
     role: str = "train"
+    image: bool = False
+    """Whether it was begun with the columns IMAGE."""
 
     @property
     def places(self) -> list[Place]:
@@ -97,6 +102,9 @@ class Scene:
     """Whether the chain needs a column, so that groups without it become dead letters."""
     prompts: int
     """How many prompts all producers play for two epochs, after what each does by itself."""
+    groupers: int
+    successor_s: float
+    """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
 
@@ -144,6 +152,8 @@ def draw_scene(world: World) -> Scene:
         needs=pick("needs", False, False, True),
         folder=pick("folder", False, False, True),
         prompts=pick("prompts", 0, 0, 0, 5),
+        groupers=pick("groupers", 1, 1, 2),
+        successor_s=pick("successor_s", 0.0, 0.0, 0.0, 6.0, 12.0, 25.0),
     )
 
 

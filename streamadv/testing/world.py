@@ -81,6 +81,8 @@ class World(wire.Network):
         """Set to a list, it gets a line for each step."""
         self.lost: list[tuple[float, float]] = []
         """When the server lost writes: at which time, and from which time on."""
+        self.was_full = False
+        """Whether the server was above maxmemory."""
         self.jumps: list[tuple[float, float]] = []
         """When the server's clock has jumped, and how far."""
         self.outages: list[tuple[float, float]] = []
@@ -278,6 +280,7 @@ class World(wire.Network):
         """The server answers with this error for a while."""
         if self.server.refusal is None:
             self.server.refusal = what
+            self.was_full = self.was_full or what == "oom"
             self.outages.append((self.time, self.time + seconds))
             if what != "oom":
                 self.refused_until = self.time + seconds

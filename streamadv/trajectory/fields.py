@@ -17,6 +17,7 @@ from .columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, REQUIRED_COLUMNS, Array, kno
 MAX_METADATA_DEPTH: Final = 32
 MAX_INTEGER_BITS: Final = 128  # in metadata
 MAX_SHORT_TEXT: Final = 200  # characters
+MAX_LONG_TEXT: Final = 4000
 MAX_VERSION: Final = 2**53  # exclusive
 
 
@@ -86,6 +87,7 @@ Reward = Annotated[FiniteFloat, BeforeValidator(_no_text), WithJsonSchema({"type
 #: Without `}`, which ends the hash tag of a key: in a key made of an id, what follows would look like another kind's.
 GroupId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\s\x00-\x1f}]+$")]
 ShortText = Annotated[str, StringConstraints(max_length=MAX_SHORT_TEXT)]
+LongText = Annotated[str, StringConstraints(max_length=MAX_LONG_TEXT)]
 RoundName = Annotated[
     str, StringConstraints(min_length=1, max_length=MAX_SHORT_TEXT, pattern=r"^[^\s\x00-\x1f]+$")
 ]

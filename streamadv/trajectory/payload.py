@@ -157,7 +157,7 @@ def payloads_of(packet: StoredPacket, columns: Mapping[str, Array], header: byte
 def payload_trajectory(
     reference: Reference, payload: Payload, outputs: Mapping[str, Array] | None = None, **fields: Any
 ) -> Trajectory:
-    """A trajectory with all its columns, plus output columns and fields (batch, staleness).
+    """A trajectory with all its columns, plus output columns and fields (batch, staleness, outcome, reason).
 
     Raises WireError when header and columns contradict each other.
     """

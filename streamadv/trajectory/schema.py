@@ -38,7 +38,7 @@ from .columns import (
     extra_array,
     span_of,
 )
-from .fields import GroupId, Metadata, Reward, RoundName, ShortText, TokenColumn, Version, Whole
+from .fields import GroupId, LongText, Metadata, Reward, RoundName, ShortText, TokenColumn, Version, Whole
 from .names import check_names, meant
 
 MAX_ROWS: Final = 4096
@@ -250,6 +250,8 @@ class Trajectory(_Model):
     rows: list[Row] = Field(default_factory=list, max_length=MAX_ROWS)
     batch: Version | None = None  # output: the batch that delivered it
     staleness: Version | None = None  # output: batch minus the oldest version over trainable tokens
+    outcome: ShortText | None = None  # output: how its group has ended
+    reason: LongText | None = None  # output: why, in words
 
     @model_validator(mode="before")
     @classmethod

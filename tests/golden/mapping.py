@@ -15,8 +15,24 @@ MAPPING: dict[str, Function] = {**FLOWS, **LOSSES, **OTHERS, **OUTCOMES, **ROLL,
 
 #: Mapped functions whose metrics are not compared, and why.
 METRICS_NOT_OFFERED: dict[str, str] = {
+    "roll2026_policy_loss_agentic_pg": "ROLL's clip metrics are means over all positions; losses have verl's metrics",
+    "roll2026_policy_loss_rlvr_pg": "ROLL's clip metrics are means over all positions; losses have verl's metrics",
+    "roll2026_value_loss": "names of a whole worker; its clip fraction is the squared error without a clip",
+    "trl116_gmpo_loss": "TRL's clip metrics are gathered over processes; losses have verl's metrics",
+    "trl116_rloo_loss": "TRL's clip metrics are gathered over processes; losses have verl's metrics",
+    "verl091_distillation_loss": "metrics of a whole loss under names of their own",
+    "verl091_ppo_loss": "metrics of a whole loss under names of their own",
     "roll2026_policy_loss_base": "ROLL's clip metrics are means over all positions; losses have verl's metrics",
     "trl116_grpo_loss": "TRL's clip metrics are gathered over processes; losses have verl's metrics",
+}
+
+#: Outputs of mapped functions that are not compared, and why.
+OUTPUTS_NOT_OFFERED: dict[str, dict[str, str]] = {
+    "verl091_forward_kl_topk": dict.fromkeys(
+        ("student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage"),
+        "values of tokens; the loss gives the means of the masses",
+    ),
+    "verl091_policy_loss_clip_cov": {"perm": "the permutation that was drawn"},
 }
 
 #: Functions streamadv does not offer, and why.
@@ -26,28 +42,8 @@ NOT_IN_CATALOGUE: dict[str, str] = {
     "areal_decoupled_ppo_loss": "also gives masks and weights of tokens, which no loss here returns",
     "areal_normalization": "leave-one-out means over tokens are not offered",
     "openrlhf_advantages": "a whole pipeline of OpenRLHF's; its parts are offered, no preset",
-    "roll2026_distill_divergence": "divergences between whole distributions for distillation: the trainer's",
     "roll2026_policy_loss_agentic": "a loss of a whole worker; segment ratios are the trainer's",
-    "roll2026_policy_loss_agentic_pg": "losses of a whole worker; the trainer's",
     "roll2026_policy_loss_rlvr": "a loss of a whole worker; sequence ratios without GSPO's gradient are the trainer's",
-    "roll2026_policy_loss_rlvr_pg": "losses of a whole worker; the trainer's",
     "roll2026_teacher_routing": "which teacher reads which rows is the scorer's; padded takes teacher_rows_NAME",
-    "roll2026_value_loss": "a loss of critics: the trainer's",
     "skyrl_off_policy_correction": "outlier masks of SkyRL are not offered, and its metric names",
-    "trl116_gamma_weights": "weights of the VESPO loss: the trainer's",
-    "trl116_gmpo_loss": "a loss of geometric means: the trainer's",
-    "trl116_high_entropy_mask": "a mask by the trainer's own entropies: the trainer's",
-    "trl116_rloo_loss": "PPO clip of one ratio for a whole row (a sum, not a mean): the trainer's",
-    "verl091_distillation_loss": "a loss of distillation: the trainer's; the chain subtracts the KL from advantages",
-    "verl091_entropy_loss": "the entropy of whole distributions: the trainer's",
-    "verl091_forward_kl_topk": "a loss of distillation on a teacher's likeliest tokens: the trainer's",
-    "verl091_policy_loss_clip_cov": "a loss that draws random tokens: the trainer's",
-    "verl091_policy_loss_dppo_kl": "a loss masked by divergence: the trainer's",
-    "verl091_policy_loss_dppo_tv": "a loss masked by divergence: the trainer's",
-    "verl091_policy_loss_dro": "a loss with a squared log-ratio: the trainer's",
-    "verl091_policy_loss_geo_mean": "a loss of geometric means: the trainer's",
-    "verl091_policy_loss_kl_cov": "a loss with a KL on the tokens of greatest covariance: the trainer's",
-    "verl091_policy_loss_sapo": "a loss with soft gates: the trainer's",
-    "verl091_ppo_loss": "a sum of policy loss, entropy and KL, which the trainer adds up",
-    "verl091_value_loss": "a loss of critics: the trainer's",
 }

@@ -18,7 +18,7 @@ from streamadv.errors import StreamadvError
 
 from .compare import NotOfferedError, check_entry, compare, compare_stated, entries, function_of, inputs, load
 from .defined import REFUSED_HERE, stated
-from .mapping import MAPPING, METRICS_NOT_OFFERED, NOT_IN_CATALOGUE
+from .mapping import MAPPING, METRICS_NOT_OFFERED, NOT_IN_CATALOGUE, OUTPUTS_NOT_OFFERED
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: str(entry["id"]))
@@ -57,6 +57,8 @@ def test_vectors(entry: Mapping[str, Any]) -> None:
         want = {output: arrays[prefix + output] for output in variant.get("outputs", ())}
         if name in METRICS_NOT_OFFERED:
             want.pop("metric_names", None)
+        for output in OUTPUTS_NOT_OFFERED.get(name, ()):
+            want.pop(output, None)
         compare(got, want, where, variant.get("tolerance"))
 
 

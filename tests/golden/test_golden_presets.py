@@ -501,6 +501,68 @@ def by_domain_in_turn(
     return run_by_source(lambda source, part: run_chain(chain, part, coefficients[source]), rows.batch)
 
 
+# TRL ----------------------------------------------------------------------------------------------------------
+
+#: preset -> the setting of TRL's that its calls are recorded with
+TRL = {
+    "trl/gdpo": ("normalize_then_sum", None),
+    "trl/grpo": ("sum_then_normalize", "group"),
+    "trl/grpo_batch": ("sum_then_normalize", "batch"),
+    "trl/grpo_none": ("sum_then_normalize", "none"),
+    "trl/rloo": (False, None),
+    "trl/rloo_normalized": (True, None),
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl(name: str) -> None:
+    """Completions that no function could score are left out. gdpo: a chain counts a reward that is not there as 0."""
+    compared = 0
+    functions = (
+        ("trl_rloo_advantages",) if "rloo" in name else ("trl116_grpo_advantages", "trl_grpo_advantages")
+    )
+    for where, z, kwargs, want in (call for function in functions for call in calls(function)):
+        kind = kwargs.get("aggregation", kwargs.get("multi_objective_aggregation"))
+        kind = kwargs["normalize_advantages"] if "rloo" in name else kind
+        if (kind, kwargs.get("scale_rewards")) != TRL[name]:
+            continue
+        scores = z.get("rewards_per_func_nan", z.get("rewards_per_func"))
+        assert scores is not None
+        scored = ~np.isnan(scores).all(1)
+        if name == "trl/gdpo" and np.isnan(scores[scored]).any():
+            continue
+        labels = (np.arange(len(scores)) // kwargs["num_generations"])[scored]
+        given = scores[scored].astype(np.float64)
+        sums = np.nansum(given * z["reward_weights"], 1)
+        if kwargs.get("reward_clip_range"):
+            sums = sums.clip(*kwargs["reward_clip_range"])
+        columns: dict[str, Array] = {}
+        mask, kl = np.ones((len(labels), 1), np.int64), None
+        if kwargs.get("beta"):
+            mask, kl = (
+                z["completion_mask"][scored],
+                {"coefficient": kwargs["beta"], "log_probs": "old_log_probs"},
+            )
+            columns = {
+                "old_log_probs": z["old_per_token_logps"][scored],
+                "ref_log_probs": z["ref_per_token_logps"][scored],
+            }
+        rows = Rows(mask, labels.tolist(), sums, columns)
+        config = config_of(name, kl=kl)
+        if name == "trl/gdpo":
+            named = {str(k): torch.from_numpy(given[rows.order, k]) for k in range(given.shape[1])}
+            rows.batch = replace(rows.batch, components=named)
+            weights = {str(k): float(weight) for k, weight in enumerate(z["reward_weights"])}
+            config = config_of(name, weights=weights)
+        result = rows.run(config)
+        assert result.advantages is not None
+        got = np.zeros(len(scores))
+        got[np.flatnonzero(scored)[rows.order]] = result.advantages.numpy()
+        assert_close(got, want["advantages"], f"{name} {where}")
+        compared += 1
+    assert compared
+
+
 def test_every_preset_of_a_peer_is_compared() -> None:
     roll = {*ROLL_RETURNS, "roll/gigpo", "roll/step_reinforce"}
-    assert {name for name in preset_names() if "/" in name} == {*VERL, *roll}
+    assert {name for name in preset_names() if "/" in name} == {*VERL, *roll, *TRL}

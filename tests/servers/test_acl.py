@@ -276,6 +276,8 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
             ["dead", "list"],
             ["dead", "show", "g0000"],
             ["evals"],
+            ["show"],
+            ["show", "g0000"],
             ["runs", "show"],
         ):
             assert cli.main(words) == 0, words

@@ -17,7 +17,10 @@ from streamadv.trainer.microbatch import MicroBatch
 
 LENGTHS = [5, 2, 7, 3, 6]
 COLUMNS = ("log_probs", "old_log_probs", "advantages", "weights")
-LOSSES: list[Callable[..., losses.Loss]] = [losses.ppo_clip, losses.gspo, losses.cispo, losses.reinforce]
+BY_ROW: list[Callable[..., losses.Loss]] = [losses.gspo, losses.row_clip, losses.gmpo, losses.vespo]
+LOSSES: list[Callable[..., losses.Loss]] = [
+    losses.ppo_clip, losses.cispo, losses.reinforce, losses.icepop, losses.sapo, losses.dppo, *BY_ROW
+]  # fmt: skip
 
 
 def packed(lengths: list[int] = LENGTHS, seed: int = 0) -> MicroBatch:
@@ -41,7 +44,7 @@ def part(batch: MicroBatch, first: int, stop: int) -> MicroBatch:
 
 
 def loss_of(function: Callable[..., losses.Loss], mb: Any, log_probs: Tensor, **options: Any) -> Tensor:
-    if function is losses.gspo:
+    if function in BY_ROW:
         options["cu_seqlens"] = getattr(mb, "cu_seqlens", None)
     arguments = (log_probs, mb.old_log_probs, mb.advantages, mb.response_mask)
     return function(*arguments, weights=mb.weights, **options)[0]
@@ -114,7 +117,7 @@ def test_masked_tokens_have_no_effect(function: Callable[..., losses.Loss], garb
 @pytest.mark.parametrize("function", LOSSES)
 def test_of_no_tokens_everything_is_zero(function: Callable[..., losses.Loss]) -> None:
     nothing = torch.zeros(0, requires_grad=True)
-    options = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if function is losses.gspo else {}
+    options = {"cu_seqlens": torch.zeros(1, dtype=torch.int32)} if function in BY_ROW else {}
     mask = torch.zeros(0, dtype=torch.uint8)
     tokens, metrics = function(nothing, nothing, nothing, mask, **options)
     assert all(value == 0 for value in metrics.values())
@@ -155,7 +158,7 @@ def test_ratios_are_bounded(function: Callable[..., losses.Loss], bound: float) 
     loss.sum().backward()
     assert loss.item() == pytest.approx(math.exp(bound))
     assert log_probs.grad == 0
-    assert metrics["actor/ppo_kl"] == (-30 if function is losses.gspo else -20)
+    assert metrics["actor/ppo_kl"] == (-30 if function in BY_ROW else -20)
 
 
 def test_half_precision_is_computed_in_float32() -> None:
@@ -190,3 +193,120 @@ def test_what_does_not_fit_is_named() -> None:
         losses.aggregate(mb.log_probs, mb.response_mask, "seq-mean-token-sum", num_tokens=9, world_size=2)
     with pytest.raises(OptionError, match="loss_scale_factor is None"):
         losses.aggregate(mb.log_probs, mb.response_mask, "seq-mean-token-sum-norm", cu_seqlens=mb.cu_seqlens)
+
+
+def test_a_mask_of_other_numbers_weighs() -> None:
+    """As in verl: 0.5 counts half, in the sum and in the count; a NaN in a mask is a NaN in the loss."""
+    values = torch.tensor([[1.0, 2.0, 4.0], [8.0, math.nan, 3.0]])
+    mask = torch.tensor([[1.0, 0.5, 0.0], [2.0, 0.0, 0.5]])
+    sums, counts = torch.tensor([2.0, 17.5]), torch.tensor([1.5, 2.5])
+    assert losses.aggregate(values, mask) == pytest.approx(float(sums.sum() / counts.sum()))
+    assert losses.aggregate(values, mask, "seq-mean-token-mean") == pytest.approx(
+        float((sums / counts).mean())
+    )
+    loss, metrics = losses.sft(-values.nan_to_num(), mask)
+    assert metrics["actor/sft"] == pytest.approx(float(sums.sum() / counts.sum()))
+    assert not torch.equal(losses.aggregate(loss, mask), losses.aggregate(loss, (mask != 0).float()))
+    assert losses.aggregate(values, mask * math.nan).isnan()
+
+
+def test_tokens_far_from_their_policy_by_hand() -> None:
+    """Ratios 4, 1/4, 4 and 1/4 with advantages 1, 1, -1 and -1: PPO clips the first and the last."""
+    ratios, advantages, mask = (
+        torch.tensor([4.0, 0.25, 4.0, 0.25]),
+        torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        torch.ones(4),
+    )
+    call = (ratios.log(), torch.zeros(4), advantages, mask)
+    gives_nothing = {
+        "both": losses.icepop(*call, low=0.5, high=3.0),
+        "unified": losses.icepop(*call, low=0.5, high=3.0, unified_mask=True),
+        "cispo": losses.cispo(*call, clip_low=0.5, clip_high=2.0, unified_mask=True),
+    }
+    dropped = {name: (loss == 0).tolist() for name, (loss, _) in gives_nothing.items()}
+    assert dropped == {
+        "both": [True] * 4,
+        "unified": [True, False, False, True],
+        "cispo": [True, False, False, True],
+    }
+    assert gives_nothing["both"][1]["actor/pg_clipfrac"] == 1
+    torch.testing.assert_close(
+        gives_nothing["unified"][0], -ratios * advantages * ratios.log() * torch.tensor([0, 1, 1, 0])
+    )
+
+
+def test_a_weighed_row_is_left_to_its_mean() -> None:
+    """GMPO's weights are one number for a row, their geometric mean; VESPO's are part of the row's ratio."""
+    batch = packed()
+    padded = batch.padded()
+    ones = torch.ones_like(batch.weights)
+    for function in (losses.gmpo, losses.vespo):
+        arguments = (batch.log_probs, batch.old_log_probs, batch.advantages, batch.response_mask)
+        plain, _ = function(*arguments, cu_seqlens=batch.cu_seqlens)
+        weighed, _ = function(*arguments, cu_seqlens=batch.cu_seqlens, weights=ones)
+        torch.testing.assert_close(plain, weighed, rtol=1e-5, atol=1e-6)
+    loss, _ = losses.gmpo(padded.log_probs, padded.old_log_probs, padded.advantages, padded.response_mask,
+                          weights=torch.full_like(padded.log_probs, 0.5))  # fmt: skip
+    plain, _ = losses.gmpo(padded.log_probs, padded.old_log_probs, padded.advantages, padded.response_mask)
+    torch.testing.assert_close(loss, plain / 2)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tail", [False, True])
+def test_distillation_by_top_k_against_the_whole_distribution(beta: float, tail: bool) -> None:
+    """Over all tokens there is no rest; over some, the rest is one token. Masked positions have no effect."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7).log_softmax(-1)
+    mask = torch.tensor([1, 1, 0, 1, 1])
+    p, q = logits.log_softmax(-1), teacher
+    middle = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    want = {
+        0.0: (q.exp() * (q - p)).sum(-1),
+        1.0: (p.exp() * (p - q)).sum(-1),
+        0.3: 0.3 * (q.exp() * (q - middle)).sum(-1) + 0.7 * (p.exp() * (p - middle)).sum(-1),
+    }[beta] * mask
+    spoilt = teacher.masked_fill(mask[:, None] == 0, math.nan)
+    ids = torch.arange(7).expand(5, 7)
+    found, metrics = losses.distill_top_k(logits, spoilt, ids, mask, beta=beta, least=None)
+    torch.testing.assert_close(found, want)
+    assert metrics["distillation/student_mass"] == pytest.approx(1.0)
+    own, own_ids = logits.detach().log_softmax(-1).topk(3)
+    nothing, _ = losses.distill_top_k(logits, own, own_ids, mask, beta=beta, tail=tail)
+    torch.testing.assert_close(nothing, torch.zeros(5), rtol=0, atol=1e-6)
+    likely, likely_ids = teacher.topk(3)
+    some, metrics = losses.distill_top_k(logits, likely, likely_ids, mask, beta=beta, tail=True)
+    assert (some[mask != 0] > 0).all()
+    assert 0 < metrics["distillation/teacher_mass"] < 1
+    found.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[2].eq(0).all()
+
+
+def test_covariances_move_no_more_than_their_share() -> None:
+    torch.manual_seed(0)
+    log_probs, old = torch.randn(4, 25), torch.randn(4, 25)
+    advantages, mask = torch.randn(4, 25), (torch.rand(4, 25) < 0.8).long()
+    tokens, _ = losses.kl_cov(log_probs, old, advantages, mask, share=0.1, coefficient=5.0)
+    plain, _ = losses.kl_cov(log_probs, old, advantages, mask, share=0.1, coefficient=0.0)
+    assert (tokens != plain).sum() == int(0.1 * mask.sum())
+    generator = torch.Generator().manual_seed(1)
+    _, metrics = losses.clip_cov(
+        log_probs, old, advantages, mask, share=0.1, band=(-9.0, 9.0), generator=generator
+    )
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(int(0.1 * mask.sum()) / int(mask.sum()))
+
+
+def test_wrong_options_of_losses_are_named() -> None:
+    mb = packed()
+    arguments = (mb.log_probs, mb.old_log_probs, mb.advantages, mb.response_mask)
+    for call, words in (
+        (lambda: losses.dro(*arguments, beta=0.0), r"beta is 0\.0, needs a number above 0"),
+        (lambda: losses.dppo(*arguments, divergence="js"), "divergence is 'js': choose tv or kl"),  # type: ignore[arg-type]
+        (lambda: losses.kl_cov(*arguments, share=0.0), r"share is 0\.0"),
+        (lambda: losses.high_entropy_mask(mb.log_probs, mb.response_mask, 1.5), r"top is 1\.5, needs a number in"),
+        (lambda: losses.distill_top_k(*[torch.zeros(2, 3)] * 3, torch.ones(2), beta=2.0), r"beta is 2\.0"),
+        (lambda: losses.distill_top_k(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2)),
+         r"teacher_ids has shape \[2, 2\], needs that of teacher_log_probs, \[2, 3\]"),
+    ):  # fmt: skip
+        with pytest.raises((ArgumentError, OptionError), match=words):
+            call()

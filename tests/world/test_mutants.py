@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.world.mutants import EQUIVALENT, MUTANTS, ROOT
+from tests.world.breakages import EQUIVALENT, MUTANTS
+from tests.world.mutants import ROOT
 
 
 @pytest.mark.parametrize("name", MUTANTS)

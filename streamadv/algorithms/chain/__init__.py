@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Steps that change the estimator's advantages.
-ADVANTAGE_STEPS: Final = frozenset({"distill", "advantages"})
+ADVANTAGE_STEPS: Final = frozenset({"kl_to_go", "distill", "advantages"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Chain:
     @property
     def level(self) -> Level:
         """What one value of the result belongs to."""
-        return "token" if self.config.distill else get_estimator(self.config.estimator).level
+        return self.config.level
 
     def cut(self, late: Set[str]) -> tuple[Chain, Chain]:
         """The steps before the first one that needs a column in `late`, and the steps from it on.
@@ -84,12 +84,22 @@ class Chain:
 
 
 def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
-    """The chain of a configuration, a preset's name or a mapping. Raises SettingError if it is wrong."""
-    config = preset(source) if isinstance(source, str) else parse_config(source)
+    """The chain of a configuration, a preset's name or a mapping. Raises SettingError if it is wrong.
+
+    A mapping may begin with a preset: {"preset": "verl/grpo", "kl": {"coefficient": 0.01}}.
+
+    The order is that of `ChainConfig`. "verl" takes the correction right after the rewards, unless its
+    `before_estimator` says no, and of a trajectory of several rows charges the KL of the last one. "roll" charges the
+    KL of an estimator of steps after the estimator, token by token.
+    """
+    if isinstance(source, Mapping) and "preset" in source:
+        config = preset(str(source["preset"]), **{key: source[key] for key in source if key != "preset"})
+    else:
+        config = preset(source) if isinstance(source, str) else parse_config(source)
     reward, *shaping = shaping_steps(config)
     steps = [reward, *sample_steps(config), *shaping]
     correction = [correction_step(config.correction)] if config.correction is not None else []
-    if config.correction is not None and config.correction.before_estimator:
+    if config.corrects_first:
         steps = [steps[0], *correction, *steps[1:]]
         correction = []
     return Chain(config, (*steps, *estimating_steps(config), *correction))

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from ...extras import torch
 from ..chain_metrics import fraction, mean, summary
 from ..kl import column_kl
-from ..packed import Level, expand, span_sum
+from ..packed import Level, expand, span_sum, token_step
 from ..registry import Estimator, Scope, get_estimator
 from ..rewards import clip
+from ..scan import scan_segments
 from ..whitening import Summary, summarise, whiten, whiten_weighted
-from .config import ChainConfig, DistillConfig
+from .config import ChainConfig, DistillConfig, KLConfig
 from .estimating import estimate
+from .rewards import kl_metrics, kl_target, kl_text
 from .step import ChainStep, State
 
 if TYPE_CHECKING:
@@ -25,16 +27,20 @@ def estimating_steps(config: ChainConfig) -> Iterator[ChainStep]:
     """The estimator, and the steps that change its advantages."""
     definition = get_estimator(config.estimator)
     yield _estimator_step(config, definition)
+    if config.kl is not None and config.charges_steps_late:
+        yield _kl_to_go_step(config.kl)
     if config.distill is not None:
         yield _distill_step(config.distill, config.raw_advantages)
     if config.whiten_advantages or config.advantage_clip:
-        yield _finish_step(config, "token" if config.distill else definition.level)
+        yield _finish_step(config, config.level)
 
 
 def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
     options = {**definition.options, **config.options}
-    changed_later = bool(config.whiten_advantages or config.advantage_clip or config.distill)
-    level: Level = "token" if config.distill else definition.level
+    level = config.level
+    changed_later = bool(
+        config.whiten_advantages or config.advantage_clip or config.distill or config.charges_steps_late
+    )
 
     def run(state: State) -> State:
         batch = state.batch
@@ -80,14 +86,43 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
     return ChainStep("estimator", needs, definition.scope, text, run)
 
 
+def _kl_to_go_step(config: KLConfig) -> ChainStep:
+    """Advantages and returns minus coefficient * KL of the token and of later ones in its step, undiscounted (ROLL)."""
+
+    def run(state: State) -> State:
+        batch, advantages, returns = state.batch, state.advantages, state.returns
+        assert advantages is not None  # a chain is not cut between the estimator and this step
+        mask, generated = state.tokens.mask, batch.generated_tokens
+        log_probs, ref_log_probs = batch.column(config.log_probs), batch.column("ref_log_probs")
+        kl, _ = column_kl(log_probs, ref_log_probs, config.penalty, generated)
+        step = token_step(batch)
+        lengths = torch.unique_consecutive(step, return_counts=True)[1]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        term = state.kl_coefficient * scan_segments(kl, 1.0, offsets)
+        term = torch.where(mask & (step >= 0), term, 0.0)
+        advantages = advantages - term
+        known = summarise(advantages, mask)
+        of_steps = span_sum(batch, kl), span_sum(batch, generated.mask.double())
+        metrics = {**kl_metrics(*of_steps, state.kl_coefficient), **summary("critic/advantages", known)}
+        returns = None if returns is None else returns - term
+        return replace(state.with_metrics(metrics), advantages=advantages, returns=returns, summary=known)
+
+    needs = ("response_mask", config.log_probs, "ref_log_probs")
+    text = f"{kl_text(config)} to the end of the step, off the advantages{kl_target(config)}"
+    return ChainStep("kl_to_go", needs, "row", text, run)
+
+
 def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
+    teachers = {f"teacher_log_probs_{name}": coefficient for name, coefficient in config.teachers.items()}
+    teachers = teachers or {"teacher_log_probs": config.coefficient}
+
     def run(state: State) -> State:
         batch, before = state.batch, state.advantages
         assert before is not None  # a chain is not cut between the estimator and this step
-        tokens = state.tokens
-        log_probs, teacher = batch.column(config.log_probs), batch.column("teacher_log_probs")
-        kl, _ = column_kl(log_probs, teacher, config.penalty, tokens)
-        term = -config.coefficient * kl
+        tokens, log_probs = state.tokens, batch.column(config.log_probs)
+        kls = [column_kl(log_probs, batch.column(name), config.penalty, tokens)[0] for name in teachers]
+        terms = [-coefficient * kl for coefficient, kl in zip(teachers.values(), kls, strict=True)]
+        kl, term = (torch.stack(each).sum(0) if len(each) > 1 else each[0] for each in (kls, terms))
         advantages, returns = (term, term) if config.only else (term + before, state.returns)
         known = summarise(advantages, tokens.mask)
         metrics = {
@@ -98,8 +133,9 @@ def _distill_step(config: DistillConfig, keep_raw: bool) -> ChainStep:
             state = replace(state, changed={**state.changed, "raw_advantages": before})
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns, summary=known)
 
-    needs = ("response_mask", config.log_probs, "teacher_log_probs")
-    text = f"{'only ' if config.only else ''}minus {config.coefficient} {config.penalty} against teacher_log_probs"
+    needs = ("response_mask", config.log_probs, *teachers)
+    parts = [f"minus {coefficient} {config.penalty} against {name}" for name, coefficient in teachers.items()]
+    text = f"{'only ' if config.only else ''}{', '.join(parts)}"
     return ChainStep("distill", needs, "row", text, run)
 
 

@@ -13,6 +13,7 @@ from ...messages import brief, did_you_mean, first_problem, unknown_field
 from .. import estimators as _registered  # noqa: F401  registers the built-in estimators
 from ..kl import KLPenalty
 from ..off_policy import BoundMode, RatioLevel, Rejection, RejectionKind
+from ..packed import Level
 from ..registry import MOST_NAMED, NotNegative, Positive, estimator_names, get_estimator
 from ..rewards import NormScope
 
@@ -87,9 +88,12 @@ class KLConfig(_Section):
 
 
 class DistillConfig(_Section):
-    """On-policy distillation: advantages minus coefficient * KL(policy, teacher_log_probs)."""
+    """On-policy distillation: advantages minus coefficient * KL(policy, teacher_log_probs), or of several teachers."""
 
     coefficient: Positive = 1.0
+    teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], Positive] = Field(
+        default_factory=dict  # name -> coefficient, of the column teacher_log_probs_NAME
+    )
     penalty: KLPenalty = "k1"
     log_probs: PolicyLogProbs = "rollout_log_probs"
     only: bool = False  # without the estimator's advantages
@@ -124,7 +128,9 @@ class CorrectionConfig(_Section):
     veto: Positive | None = None  # masks rows with a token of a lower ratio
     veto_upper: Positive | None = None  # masks rows with a token of a higher ratio (SkyRL's outlier tokens)
     m2_threshold: Positive | None = None  # masks tokens until the mean squared log-ratio is below (M2PO)
-    before_estimator: bool = False  # then rejected tokens count in no statistics of the estimator (verl)
+    before_estimator: bool | None = (
+        None  # rejected tokens then count in no statistics of the estimator; None: `order`
+    )
 
 
 class ChainConfig(_Section):
@@ -148,6 +154,9 @@ class ChainConfig(_Section):
     raw_advantages: bool = False  # deliver the advantages before distillation, whitening and clipping too
     by_source: bool = False  # everything over the batch is over the groups of one data_source instead
     correction: CorrectionConfig | None = None
+    order: Literal["verl", "roll"] | None = (
+        None  # whose order of KL, correction and estimator; see `build_chain`
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -196,6 +205,7 @@ class ChainConfig(_Section):
             _mask_problems(self.masks),
             _token_reward_problems(self),
             _kl_problems(self.kl),
+            _distill_problems(self.distill),
             _correction_problems(self.correction),
         ):
             for problem in problems:
@@ -204,6 +214,24 @@ class ChainConfig(_Section):
         if weights and not (weights.difficulty or weights.length):
             raise ValueError("sample_weights does nothing: give it difficulty or length")
         return self
+
+    @property
+    def corrects_first(self) -> bool:
+        """Whether the correction stands before the masks and the estimator."""
+        first = self.correction.before_estimator if self.correction is not None else False
+        return self.order == "verl" if first is None else first
+
+    @property
+    def charges_steps_late(self) -> bool:
+        """Whether the KL comes off an estimate of steps instead of the rewards."""
+        by_step = get_estimator(self.estimator).level == "step"
+        return self.order == "roll" and self.kl is not None and by_step
+
+    @property
+    def level(self) -> Level:
+        """What one advantage belongs to."""
+        by_token = self.distill is not None or self.charges_steps_late
+        return "token" if by_token else get_estimator(self.estimator).level
 
 
 def _unknown(name: str, estimator: str, known: Iterable[str]) -> str:
@@ -244,6 +272,11 @@ def _kl_problems(config: KLConfig | None) -> Iterator[str]:
         yield "kl.horizon does nothing without kl.target"
     if config.target is not None and config.coefficient == 0:
         yield "kl.coefficient is 0 and never adapts to kl.target: begin above 0"
+
+
+def _distill_problems(config: DistillConfig | None) -> Iterator[str]:
+    if config is not None and config.teachers and config.coefficient != DistillConfig().coefficient:
+        yield "distill.coefficient does nothing beside distill.teachers, which have their own"
 
 
 def _token_reward_problems(config: ChainConfig) -> Iterator[str]:

@@ -31,8 +31,8 @@ def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
     by_token = "token_level_rewards" in definition.needs
     if by_token:
         yield _token_reward_step(config)
-    if config.kl is not None:
-        yield _kl_step(config.kl, by_token, definition.level == "step")
+    if config.kl is not None and not config.charges_steps_late:
+        yield _kl_step(config.kl, by_token, definition.level == "step", last_row=config.order == "verl")
     if config.token_reward_clip is not None:
         yield _token_reward_clip_step(config.token_reward_clip)
     if config.whiten_rewards:
@@ -117,28 +117,25 @@ def _token_reward_step(config: ChainConfig) -> ChainStep:
     return ChainStep("token_rewards", needs, "row", text, run, ("token_level_rewards",))
 
 
-def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
+def _kl_step(config: KLConfig, by_token: bool, by_step: bool, last_row: bool) -> ChainStep:
+    """The KL counts tokens that a mask or a rejection has taken out: the policy has generated them.
+
+    last_row: a trajectory's reward is charged the KL of its last row alone (verl).
+    """
+
     def run(state: State) -> State:
         batch, coefficient = state.batch, state.kl_coefficient
-        tokens = state.tokens
-        log_probs, ref_log_probs = batch.column(config.log_probs), batch.column("ref_log_probs")
-        against = (log_probs, ref_log_probs, config.penalty, tokens)
+        columns = (batch.column(config.log_probs), batch.column("ref_log_probs"), config.penalty)
         if by_token:
-            shaped, row_kl = column_kl(*against, batch.column("token_level_rewards"), -coefficient)
+            rewards = batch.column("token_level_rewards")
+            shaped, row_kl = column_kl(*columns, state.tokens, rewards, -coefficient)
             state = state.with_columns(token_level_rewards=shaped)
-        if by_step or not by_token:
-            kl, row_kl = column_kl(*against)
-        rewards = batch.rewards - coefficient * segment_sum(row_kl, batch.row_offsets)
-        counted = batch.row_trainable > 0
-        per_row = torch.where(counted, row_kl / batch.row_trainable.clamp(min=1), 0.0)
-        rows = counted.sum()
-        state = state.with_metrics(
-            {
-                MEAN_KL: Metric(segment_sum(per_row, whole(per_row))[0] / rows.clamp(min=1), rows),
-                "critic/kl_coef": Metric(coefficient, rows),
-            }
-        )
-        state = replace(state, batch=replace(state.batch, rewards=rewards))
+        generated = batch.generated_tokens
+        if by_step or not by_token or batch.given_mask is not None:
+            kl, row_kl = column_kl(*columns, generated)
+        state = state.with_metrics(kl_metrics(row_kl, generated.counts, coefficient))
+        whole_kl = row_kl[batch.row_offsets[1:] - 1] if last_row else segment_sum(row_kl, batch.row_offsets)
+        state = replace(state, batch=replace(state.batch, rewards=batch.rewards - coefficient * whole_kl))
         if by_step:
             steps = batch.steps.rewards - coefficient * span_sum(batch, kl)
             state = replace(state, batch=state.batch.with_step_rewards(steps))
@@ -146,9 +143,24 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool) -> ChainStep:
 
     makes = ("token_level_rewards",) if by_token else ()
     needs = ("response_mask", config.log_probs, "ref_log_probs", *makes)
-    adaptive = f", towards {config.target}" if config.target else ""
-    text = f"{config.penalty} of {config.log_probs} against ref_log_probs, off the rewards{adaptive}"
-    return ChainStep("kl", needs, "row", text, run, makes)
+    return ChainStep("kl", needs, "row", f"{kl_text(config)}, off the rewards{kl_target(config)}", run, makes)
+
+
+def kl_metrics(row_kl: Tensor, counts: Tensor, coefficient: float) -> dict[str, Metric]:
+    """Of the KL [K] float64 summed over the tokens of rows, or of steps, of which there are `counts` [K]."""
+    per_row, rows = row_kl / counts.clamp(min=1), (counts > 0).sum()
+    return {
+        MEAN_KL: Metric(segment_sum(per_row, whole(per_row))[0] / rows.clamp(min=1), rows),
+        "critic/kl_coef": Metric(coefficient, rows),
+    }
+
+
+def kl_text(config: KLConfig) -> str:
+    return f"{config.penalty} of {config.log_probs} against ref_log_probs"
+
+
+def kl_target(config: KLConfig) -> str:
+    return f", towards {config.target}" if config.target else ""
 
 
 def _token_reward_clip_step(limit: float) -> ChainStep:

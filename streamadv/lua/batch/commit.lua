@@ -1,27 +1,40 @@
 -- Commit groups of one shard: their trajectories are counted as trained, except those left out, and their payloads
--- deleted. Idempotent for each group, since only the call that deletes the log entry counts it. The last call closes the
+-- deleted, or kept with their results. Idempotent for each group, since only the call that deletes the log entry counts it. The last call closes the
 -- batch in the shard; in the home shard, which is the last one, its record goes.
--- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, prompt_ends,
---       unlinked: output | payload | void ...
+-- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, kept,
+--       prompt_ends, unlinked: output | payload | void ...
 -- fenced by trainer
 -- ARGV  epoch, batch id, k in the last call of all ('' in others), number of results that the last call in a shard removes
---       ('' in others), for each of them: entry id, bytes of its output columns; then of each group one text: entry id,
---       numbers of members that are trained on, baselines, and oversize, bytes, number of payloads, and
---       the group id of a prompt's group
+--       ('' in others), record of the batch for groups that are kept, for each of the results: entry id, bytes of its
+--       output columns; then of each group one text: entry id, numbers of members that are trained on, baselines, and
+--       oversize, bytes, number of payloads, and whether to keep it: '-' = no, '0' = yes, '1' = yes, and behind its
+--       payloads stands the output with its results, in the field 'kept:<group id>'; then the id of a prompt's group
 -- Returns  number of groups committed
 -- include count
 -- include owners
--- include prompt_end
 -- include announce
 -- include close_batch
+-- include keep
+-- include prompt_end
 local UNLINKED = 1000  -- keys in one UNLINK
 local results = tonumber(ARGV[4]) or 0
 local gone, at, groups = {}, results, 0
 local exclusions = cjson.decode(redis.call('HGET', keys.applied, ARGV[2]) or '{}')
-for i = 5 + 2 * results, #ARGV do
-  local entry, trained, baseline, oversize, bytes, payloads, prompt =
-    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ?(%S*)$')
+-- Keep a group with its results, where there are any. Returns what `keep` does.
+local function keep_trained(fields, left_out, output)
+  local more, id = {'batch', string.match(ARGV[2], '^%d+'), 'record', ARGV[5]}, ''
+  if left_out then more[5], more[6] = 'left_out', cjson.encode(left_out) end
+  for i = 1, #fields, 2 do if fields[i] == 'group_id' then id = fields[i + 1] end end
+  local computed = output and redis.pcall('HGET', output, 'kept:' .. id)
+  if type(computed) == 'string' then more[#more + 1], more[#more + 2] = 'results', computed end
+  return keep('trained', 'trained', fields, more)
+end
+
+for i = 6 + 2 * results, #ARGV do
+  local entry, trained, baseline, oversize, bytes, payloads, kept, prompt =
+    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-01]) ?(%S*)$')
   payloads = tonumber(payloads)
+  local logged = kept ~= '-' and keeps('trained') and redis.call('XRANGE', keys.groups, entry, entry)[1]
   if redis.call('XDEL', keys.groups, entry) == 1 then
     groups = groups + 1
     note_prompt_end(prompt, 'trained')
@@ -32,9 +45,12 @@ for i = 5 + 2 * results, #ARGV do
     count('dropped:oversize', oversize)
     count('live_bytes', -bytes)
     count(disown(keys.owners, entry), -trained - baseline - oversize)
-    for payload = at + 1, at + payloads do gone[#gone + 1] = keys.unlinked[payload] end
+    local output = kept == '1' and keys.unlinked[at + payloads + 1]
+    if not (logged and keep_trained(logged[2], exclusions[entry], output)) then
+      for payload = at + 1, at + payloads do gone[#gone + 1] = keys.unlinked[payload] end
+    end
   end
-  at = at + payloads
+  at = at + payloads + (kept == '1' and 1 or 0)
 end
 for first = 1, #gone, UNLINKED do
   redis.call('UNLINK', unpack(gone, first, math.min(#gone, first + UNLINKED - 1)))
@@ -45,7 +61,7 @@ if groups > 0 then
   announce()
 end
 write_counts()
-if ARGV[4] ~= '' then close_batch(ARGV[2], 5, results) end
+if ARGV[4] ~= '' then close_batch(ARGV[2], 6, results) end
 if ARGV[3] ~= '' and string.find(redis.call('HGET', keys.batches, ARGV[3]) or '', '"id":"' .. ARGV[2] .. '"', 1, true) then
   redis.call('HDEL', keys.batches, ARGV[3])
 end

@@ -1,11 +1,26 @@
--- Delete the payloads of dead groups; with 'purge' also their letters. The ledger goes on counting them as dead. One call
+-- Delete or keep the payloads of dead groups; with 'purge' delete their letters too. The ledger goes on counting them as dead. One call
 -- stops after the group with which it has reached EMPTY_PAYLOADS payloads.
--- KEYS  void, ledger, dead, garbage, letters: dead_group ...
+-- KEYS  void, ledger, dead, garbage, trainer, kept, letters: dead_group ...
 -- ARGV  'purge' or 'keep', bytes of dead groups above which to go on, id of each group ...
 -- Returns  number of groups emptied, from the first on
 -- include dead_letter
+-- include keep
 local EMPTY_PAYLOADS = 1024
 local emptied, payloads = 0, 0
+
+-- Keep the group of a letter. Returns what `keep` does.
+local function keep_dead(id)
+  if ARGV[1] == 'purge' or not is_chosen('dead', id) then return nil end
+  local flat, fields, more, reason = redis.call('HGETALL', keys.dead_group), {}, {}, ''
+  for i = 1, #flat, 2 do
+    local name = string.match(flat[i], '^log:(.*)$')
+    if name then fields[#fields + 1], fields[#fields + 2] = name, flat[i + 1] end
+    if flat[i] == 'detail' then more = {'detail', flat[i + 1]} end
+    if flat[i] == 'reason' then reason = flat[i + 1] end
+  end
+  return #fields <= 100 and keep('dead', 'dead:' .. reason, fields, more) or nil
+end
+
 for i, dead_group in ipairs(keys.letters) do
   if payloads >= EMPTY_PAYLOADS then break end
   if (tonumber(redis.call('HGET', keys.ledger, 'dead_bytes') or '') or 0) <= tonumber(ARGV[2]) then break end
@@ -13,12 +28,14 @@ for i, dead_group in ipairs(keys.letters) do
   local id = ARGV[i + 2]
   local group = redis.call('HMGET', keys.dead_group, 'emptied', 'bytes', 'log:payloads')
   if not group[1] and string.match(group[2] or '', '^%d+$') then
-    for item in string.gmatch(group[3] or '', '(%S+ %d+) %d+ [01]+') do
-      redis.call('RPUSH', keys.garbage, item)
-      payloads = payloads + 1
-    end
     redis.pcall('HINCRBY', keys.ledger, 'dead_bytes', string.format('%d', -tonumber(group[2])))
-    redis.pcall('HINCRBY', keys.ledger, 'live_bytes', group[2])
+    if not keep_dead(id) then
+      for item in string.gmatch(group[3] or '', '(%S+ %d+) %d+ %S+') do
+        redis.call('RPUSH', keys.garbage, item)
+        payloads = payloads + 1
+      end
+      redis.pcall('HINCRBY', keys.ledger, 'live_bytes', group[2])
+    end
   end
   if ARGV[1] == 'purge' then
     redis.call('DEL', keys.dead_group)

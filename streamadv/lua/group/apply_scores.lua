@@ -1,6 +1,6 @@
 -- The grouper fills in rewards that `producer.score` brought for members it had taken before, and ends their groups if
 -- those were the last ones missing. Once the groups of a call have APPLY_SLOTS slots it leaves scores of others in the list.
--- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, evals,
+-- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, evals, kept, trainer,
 --       prompt_ends, group_hashes: group ...
 -- ARGV  those of a policy (lib/close), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {group id, outcome, data source, rewards, ...} of the groups that have ended
@@ -13,6 +13,7 @@
 -- include prompt_end
 -- include close
 -- include evaluation
+-- include keep
 -- include complete
 local APPLY_SLOTS = 1024
 local policy = policy_of(ARGV, 1)
@@ -38,7 +39,7 @@ end
 
 -- Give the member its reward, or end its slot as unscorable.
 local function fill_in(group, index)
-  if is_complete(group) or letter_of(group, index) ~= 's' then return end
+  if is_full(group) or letter_of(group, index) ~= 's' then return end
   local value = redis.call('HGET', group.hash, 'score_value:' .. index)
   if not value then return end
   local letter = value == 'x' and 'x' or 'u'

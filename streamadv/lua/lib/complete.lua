@@ -3,7 +3,7 @@
 --   '<bytes> <fencing epoch> <mask>\n<members>\n<member table>'
 -- members: see lib/members. mask: '1' for each member that counts for the group, else '0'. What `producer.score` brought
 -- is in the fields 'score:<slot>' (JSON) and 'score_value:<slot>' (the reward, or 'x' = unscorable).
--- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, prompt_ends
+-- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, kept, trainer, prompt_ends
 local function packet_field(packet)
   return packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet) .. '\n' .. packet.text .. '\n' .. packet.table
 end
@@ -16,10 +16,13 @@ local function packet_of(key, field)
   return {key = key, bytes = bytes, epoch = epoch, text = text, table = string.sub(field, at), members = members}
 end
 
--- Whether a group ends: enough usable members are there, or nothing more can come.
-local function is_complete(group)
+-- Whether enough usable members are there, or nothing more can come.
+local function is_full(group)
   return group.usable >= group.size or group.usable + group.unusable >= #group.slots
 end
+
+-- Whether a group ends.
+local function is_complete(group) return is_full(group) and not lacks_columns(group) end
 
 -- Count the slots of a group that may end. Its hash has to be read once more if it has packets.
 local function count_slots(group)
@@ -52,7 +55,7 @@ end
 local function load_packets(group)
   local flat = redis.pcall('HGETALL', group.hash)
   for i = 1, flat.err and 0 or #flat, 2 do
-    local packet = string.find(flat[i], '}:payload:', 1, true) and packet_of(flat[i], flat[i + 1])
+    local packet = is_payload(flat[i]) and packet_of(flat[i], flat[i + 1])
     if packet then table.insert(group.packets, packet) else group.fields[flat[i]] = flat[i + 1] end
   end
 end
@@ -93,6 +96,25 @@ local function judge_members(group)
   return scored, unscored, rewards
 end
 
+-- Keep a group that is not trained on, or delete its packets.
+local function keep_or_discard(group, outcome, members)
+  local packets, more, kind = {}, {}, group.role == 'eval' and 'eval' or 'dropped'
+  for _, packet in ipairs(group.packets) do
+    if packet.bytes ~= '0' then packets[#packets + 1] = packet end
+  end
+  local kept
+  if #packets > 0 and outcome ~= 'malformed' and is_chosen(kind, group.id) then
+    local round = kind == 'eval' and round_of(group)
+    if round then more = {'round', round} end
+    kept = keep(kind, outcome, entry_of(group, packets, outcome, members), more)
+  end
+  if kept then
+    if group.columns_key ~= '' then group.columns_key = nil end
+    return count('live_bytes', -kept)
+  end
+  for _, packet in ipairs(packets) do discard(packet) end
+end
+
 -- End the group for `outcome`. 'complete' and 'partial' go to the groups log unless a filter drops them; any other outcome
 -- drops the members under its name. However an evaluation group ends, its members are dropped as 'eval'. `letter` is the first one of the tombstone. Returns the outcome counted, the
 -- group's data source, and the rewards of its members that are no baselines, separated by blanks.
@@ -110,7 +132,7 @@ local function end_group(group, outcome, letter, policy)
     count('dropped:surplus', unscored)
   else
     count((outcome == 'malformed' and 'dead:' or 'dropped:') .. outcome, scored + unscored)
-    for _, packet in ipairs(group.packets) do discard(packet) end
+    keep_or_discard(group, outcome, scored + unscored)
   end
   count('open', -scored - unscored)
   return close_group(group, outcome, letter, policy, table.concat(rewards, ' '))

@@ -70,7 +70,7 @@ def test_every_role_restarts_and_the_pipeline_drains(small: EmbeddedServer, run:
         assert trained == 16
         status = read_status(joined)
         assert status.balanced
-        assert status.bytes == Bytes(live=0, reserved=0, dead=0)
+        assert status.bytes == Bytes(live=0, reserved=0, dead=0, kept=0)
         assert deep_problems(joined) == []
 
 

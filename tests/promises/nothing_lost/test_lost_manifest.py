@@ -202,6 +202,9 @@ def test_whoever_knows_another_value_stops(redis_url: str, run: str, name: str) 
         "max_bytes": (1 << 30, "2147483648"),
         "dedupe_groups": (10, "20"),
         "dead_bytes": (5, "6"),
+        "keep_bytes": (5, "6"),
+        "keep": ({"trained": 0.5}, '{"trained": 0.1}'),
+        "tokenizer": ("a", '"b"'),
         "batch_groups": (8, "16"),
         "max_staleness": (1, "2"),
     }
@@ -278,6 +281,9 @@ def test_every_setting_given_later_reaches_who_is_running(redis_url: str, run: s
         "max_bytes": 1 << 30,
         "dedupe_groups": 10,
         "dead_bytes": 5,
+        "keep_bytes": 5,
+        "keep": {"trained": 0.5, "dropped": 0.2, "eval": 1.0, "dead": 1.0},
+        "tokenizer": "a",
         "batch_groups": 8,
         "max_staleness": 1,
     }

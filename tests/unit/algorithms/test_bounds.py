@@ -65,11 +65,16 @@ def test_shares_above_and_below_leave_out_the_bounds() -> None:
     assert metrics["rollout_rs_token_k1_fraction_high"] == metrics["rollout_rs_token_k1_fraction_low"] == 0.0
 
 
-def test_the_spread_of_weights_is_that_of_held_ones() -> None:
-    """Weights 1, 1/8 and 4 held in 1/2 .. 2."""
+def test_the_metrics_of_weights_are_those_of_bounded_ones() -> None:
+    """Ratios 1, 1/8 and 4, of which verl 0.9.1 reports min(w, 2), and the shares of ratios out of 1/2 .. 2."""
     _, metrics = weights([0.0, math.log(0.125), math.log(4.0)])
-    held = np.array([1, 0.5, 2])
-    assert metrics["rollout_is_clamped_mean"] == pytest.approx(held.mean())
+    held = np.array([1, 0.125, 2])
+    assert metrics["rollout_is_mean"] == pytest.approx(held.mean())
+    assert (
+        metrics["rollout_is_ratio_fraction_high"]
+        == metrics["rollout_is_ratio_fraction_low"]
+        == pytest.approx(1 / 3)
+    )
     assert metrics["rollout_is_std"] == pytest.approx(held.std())
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx(held.mean() ** 2 / np.mean(held**2))
 

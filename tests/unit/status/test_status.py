@@ -289,7 +289,16 @@ def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
         "groups.lack.groups_missing",
         *(f"groups.lack.groups_missing.{extent}" for extent in ("none", "one", "some", "all")),
         *("groups.lack.groups_older", "groups.lack.oldest_s"),
-        *("bytes", "bytes.live", "bytes.reserved", "bytes.dead", "place_bytes", "garbage", "results"),
+        *(
+            "bytes",
+            "bytes.live",
+            "bytes.reserved",
+            "bytes.dead",
+            "bytes.kept",
+            "place_bytes",
+            "garbage",
+            "results",
+        ),
         "streams",
         *(
             path

@@ -1,0 +1,221 @@
+"""`streamadv show`: groups and what was said in them. Takes nothing, acknowledges nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from pydantic_core import to_json
+
+from ..errors import StreamadvError
+from ..messages import printable
+from ..run import Run
+from ..status.kept import trajectories_of
+from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
+from ..status.why import why
+from ..trajectory.schema import Row, Trajectory
+from ..units import counted
+from . import add_one_shot_options, joined
+from .parser import count_or_none
+from .tokens import Decode, open_tokenizer
+
+COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
+#: Width of a column at most; a longer text moves the rest of its line.
+MAX_WIDTH: Final = 40
+#: Rewards of a group that its line has one by one.
+MAX_REWARDS: Final = 8
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "show",
+        help="shows groups, and their rollouts by turns",
+        description="Without GROUP a line for each group that is open, waits for its commit, is kept (by the run's "
+        "settings keep and keep_bytes) or is a dead letter. With GROUP its rollouts: prompts, answers and tool "
+        "results, reward, advantage, versions, and why it is where it is. Only looks: it takes and ends nothing.",
+    )
+    parser.add_argument("group", metavar="GROUP[/INDEX]", nargs="?", help="one group, or one rollout of it")
+    parser.add_argument("--where", choices=PLACES, help="only groups that are there")
+    parser.add_argument(
+        "--outcome", metavar="REASON", help="only groups that ended so: trained, stale, expired ..."
+    )
+    parser.add_argument("--batch", type=count_or_none, metavar="K", help="only groups of this batch")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json, or its folder, for text instead of token ids (default: the run's setting)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object for each group, or each rollout of GROUP"
+    )
+    add_one_shot_options(parser)
+    parser.set_defaults(run=show)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print the groups, or the rollouts of one."""
+    with joined(arguments, reading=True) as run:
+        if arguments.group is None:
+            _list_groups(run, arguments)
+            return 0
+        decode = open_tokenizer(arguments.tokenizer, run.manifest.tokenizer)
+        group, index = _named(run, arguments.group)
+        trajectories = [each for each in trajectories_of(run, group) if index in (None, each.rollout_index)]
+        if arguments.json:
+            for each in trajectories:
+                print(to_json(each.to_json(), inf_nan_mode="constants").decode())
+        else:
+            _print_group(run, group, index, trajectories, decode)
+    return 0
+
+
+def _named(run: Run, name: str) -> tuple[SeenGroup, int | None]:
+    """The group, and the index of a rollout if `name` has one. Raises StreamadvError."""
+    group_id, _, index = name.rpartition("/")
+    if group := find_group(run, name):
+        return group, None
+    if group_id and index.isdecimal() and (group := find_group(run, group_id)):
+        if int(index) not in [member.rollout_index for member in group.members]:
+            raise StreamadvError(
+                f"group {group_id!r} has no rollout {index}: see `streamadv show {group_id}`"
+            )
+        return group, int(index)
+    raise StreamadvError(
+        f"group {name!r} of run {run.name} is not open, waiting, kept or dead: `streamadv show` lists those that are; "
+        "of groups that have ended the run keeps a share (settings keep, keep_bytes)"
+    )
+
+
+# The table
+
+
+def _list_groups(run: Run, arguments: argparse.Namespace) -> None:
+    places = PLACES if arguments.where is None else (arguments.where,)
+    groups = [
+        group
+        for place in places
+        for group in read_groups_at(run, place)
+        if arguments.outcome in (None, group.outcome) and arguments.batch in (None, group.batch)
+    ]
+    if arguments.json:
+        for group in groups:
+            print(json.dumps(_as_json(run, group)))
+    elif not groups:
+        print(f"run {run.name} has no such groups")
+    else:
+        rows = [COLUMNS, *(_cells(run, group) for group in groups)]
+        widths = [min(MAX_WIDTH, max(map(len, column))) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cells(run: Run, group: SeenGroup) -> tuple[str, ...]:
+    rewards = _rewards(group)
+    shown = " ".join(f"{reward:g}" for reward in rewards[:MAX_REWARDS])
+    if len(rewards) > MAX_REWARDS:
+        shown = f"{len(rewards)} of mean {sum(rewards) / len(rewards):.4g}"
+    batch, version = ("-" if number is None else str(number) for number in (group.batch, group.version))
+    texts = (
+        group.group_id,
+        group.where,
+        group.outcome,
+        batch,
+        version,
+        shown or "-",
+        why(group, run.manifest),
+    )
+    return tuple(map(printable, texts))
+
+
+def _rewards(group: SeenGroup) -> list[float]:
+    found = [member.reward for member in group.members if member.rollout_index in group.counting]
+    return [reward for reward in found if reward is not None]
+
+
+def _as_json(run: Run, group: SeenGroup) -> dict[str, Any]:
+    return {
+        **{name: getattr(group, name) for name in ("group_id", "where", "outcome", "batch", "round", "size")},
+        **{"version": group.version, "data_source": group.data_source, "ended_ms": group.ended_ms},
+        **{"rollouts": [member.rollout_index for member in group.members], "rewards": _rewards(group)},
+        **{"reason": why(group, run.manifest), "problem": group.problem},
+    }
+
+
+# One group
+
+
+def _print_group(
+    run: Run, group: SeenGroup, index: int | None, trajectories: Sequence[Trajectory], decode: Decode
+) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    source = f", {group.data_source}" if group.data_source else ""
+    title = f"group {group.group_id}{source}: {group.outcome}: {why(group, run.manifest)}"
+    console.print(Text(printable(title), style="bold"))
+    found = {each.rollout_index: each for each in trajectories}
+    for member in group.members:
+        if index not in (None, member.rollout_index):
+            continue
+        trajectory = found.get(member.rollout_index)
+        if trajectory is None:
+            console.print(
+                Text(f"\nrollout {member.rollout_index}: its data is gone, or cannot be read", style="bold")
+            )
+            continue
+        text = _head(trajectory, member.rollout_index in group.counting)
+        console.print(Text("\n" + printable(text), style="bold"))
+        for number, row in enumerate(trajectory.rows):
+            for label, ids, style in _turns(trajectory, number, row, len(trajectory.rows) > 1):
+                console.print(Text(printable(label), style="cyan"))
+                console.print(Text(decode(ids), style=style))
+    if group.problem:
+        console.print(Text(printable(f"\nnot readable: {group.problem}"), style="bold"))
+
+
+def _head(trajectory: Trajectory, counts: bool) -> str:
+    span, status = trajectory.version_span, str(trajectory.status)
+    parts = [f"reward {'none' if trajectory.reward is None else format(trajectory.reward, 'g')}"]
+    parts += [f"{name} {value:g}" for name, value in trajectory.rewards.items()]
+    parts += _advantage(trajectory)
+    parts += [status] + ([] if trajectory.role == "train" else [str(trajectory.role)])
+    if span is not None:
+        parts.append(f"version {span[0]}" if span[0] == span[1] else f"versions {span[0]} to {span[1]}")
+    if trajectory.staleness is not None:
+        parts.append(f"staleness {trajectory.staleness}")
+    parts.append(f"{counted(trajectory.num_tokens, 'token')}, {sum(trajectory.row_trainable)} trained on")
+    return f"rollout {trajectory.rollout_index}: {', '.join(parts)}" + ("" if counts else " (does not count)")
+
+
+def _advantage(trajectory: Trajectory) -> list[str]:
+    rows = [row for row in trajectory.rows if row.advantages is not None]
+    values = (
+        np.concatenate([row.columns["advantages"][row.response_mask > 0] for row in rows]) if rows else rows
+    )
+    if not len(values):
+        return []
+    low, high = float(min(values)), float(max(values))
+    return [f"advantage {low:.4g}" if low == high else f"advantages {low:.4g} to {high:.4g}"]
+
+
+def _turns(
+    trajectory: Trajectory, number: int, row: Row, names_row: bool
+) -> Iterator[tuple[str, list[int], str]]:
+    """Label, tokens and style of each stretch of a row: what the policy said, and what it read in between."""
+    edges = np.flatnonzero(np.diff(row.response_mask)) + 1
+    rewards = {step.start: step.reward for step in trajectory.steps if step.row == number}
+    answers, where = 0, f"row {number}{f' ({row.agent})' if row.agent else ''}, " if names_row else ""
+    for start, stop in zip([0, *edges], [*edges, len(row)], strict=True):
+        ids = row.input_ids[start:stop].tolist()
+        if row.response_mask[start]:
+            answers += 1
+            reward = f", reward {rewards[start]:g}" if rewards.get(start) else ""
+            yield f"{where}answer {answers}{reward}:", ids, ""
+        elif start == 0:
+            yield f"{where}prompt:", ids, ""
+        else:
+            yield f"{where}result:", ids, "dim"

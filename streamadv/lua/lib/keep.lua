@@ -1,0 +1,42 @@
+-- Kept: a group that has ended may go to the stream `kept` instead of being deleted, so that people can look at it. It
+-- is no state of a trajectory: the ledger counts the group as if it were gone. `has_memory` is false above maxmemory,
+-- where nothing new is kept; scripts.py sets it in front of every script with the key `kept`.
+-- KEYS  kept, ledger, trainer
+local KINDS = {trained = 2, dropped = 3, eval = 4, dead = 5}
+local keeping  -- what `trim_kept` has written: bytes of the shard, then a share for each kind
+
+-- Whether the run keeps groups that end as one of KINDS.
+local function keeps(kind)
+  keeping = keeping or {string.match(redis.call('HGET', keys.trainer, 'keep') or '', '^(%d+) (%S+) (%S+) (%S+) (%S+)$')}
+  return has_memory and (tonumber(keeping[KINDS[kind]] or '') or 0) > 0
+end
+
+-- Whether this group is among those kept: by a hash of its id alone, as `is_kept` in run/kept.py says too. Ids that
+-- follow one another come to lie far apart.
+local function is_chosen(kind, group_id)
+  if not keeps(kind) then return false end
+  local hash = 0
+  for i = 1, #group_id do hash = (8191 * hash + string.byte(group_id, i)) % 1000003 end
+  return 618034 * hash % 1000003 < keeping[KINDS[kind]] * 1000003
+end
+
+-- Keep a group if it is chosen and there is room. fields: of its entry in the groups log; more: of the entry in `kept`.
+-- Returns the bytes of its payloads, which then belong to this entry, or nil.
+local function keep(kind, outcome, fields, more)
+  local entry, named, bytes, payloads = {'outcome', outcome}, {}, 0, 0
+  for _, list in ipairs({fields, more}) do
+    for i = 1, #list, 2 do
+      named[list[i]], entry[#entry + 1], entry[#entry + 2] = list[i + 1], list[i], list[i + 1]
+      bytes = bytes + #list[i + 1]
+    end
+  end
+  if not is_chosen(kind, named.group_id or '') then return nil end
+  for size in string.gmatch(named.payloads or '', '%S+ (%d+) %d+ %S+') do payloads = payloads + tonumber(size) end
+  bytes = bytes + payloads
+  local used = tonumber(redis.call('HGET', keys.ledger, 'kept_bytes') or '') or 0
+  if used + bytes > tonumber(keeping[1]) then return nil end
+  local id = redis.pcall('XADD', keys.kept, '*', 'bytes', string.format('%d', bytes), unpack(entry))
+  if id.err then return nil end
+  redis.pcall('HINCRBY', keys.ledger, 'kept_bytes', string.format('%d', bytes))
+  return payloads
+end

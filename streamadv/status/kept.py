@@ -1,0 +1,127 @@
+"""`sa.kept`: trajectories that can be looked at, with what the chain has made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import SettingError, WireError
+from ..messages import brief
+from ..run import Run, find_run
+from ..run.payloads import fetch_columns
+from ..settings import redis_url, run_name
+from ..store.connection import Connection
+from ..trajectory.columns import OUTPUT_COLUMNS, Array
+from ..trajectory.members import offsets
+from ..trajectory.payload import payload_trajectory, payloads_of
+from ..trajectory.reference import Reference
+from ..trajectory.schema import Trajectory
+from .seen import PLACES, SeenGroup, Where, read_groups_at
+from .why import why
+
+#: Results that are 0 on tokens that are not trained on, as in a micro-batch.
+SPREAD: Final = frozenset({"advantages", "returns"})
+MASK: Final = "response_mask"
+
+
+def kept(
+    url: str | Connection | None = None,
+    *,
+    run: str | None = None,
+    where: Where = "kept",
+    outcome: str | None = None,
+    batch: int | None = None,
+) -> Iterator[Trajectory]:
+    """The trajectories of a run that can be looked at, group by group, the oldest first in each shard.
+
+    Each has its columns with `advantages` and `returns`, `reward`, `status`, versions, `outcome`, `reason` in words,
+    and the `batch` that trained on it. Nothing is taken, and an observer's rights suffice. What goes while this reads
+    is left out. url: as of a producer; default STREAMADV_REDIS_URL. where: `kept` (groups that have ended, by the run's
+    settings `keep` and `keep_bytes`), `open`, `waiting` or `dead`. outcome: only groups that ended so: trained, stale,
+    zero_variance ... batch: only groups of this batch.
+
+    Raises SettingError for a run or place that does not exist.
+    """
+    if where not in PLACES:
+        raise SettingError(f"where is {brief(where)}, needs one of {', '.join(PLACES)}")
+    connection = url if isinstance(url, Connection) else Connection(redis_url(url))
+    try:
+        found = find_run(connection, run_name(run))
+        for group in read_groups_at(found, where):
+            if outcome in (None, group.outcome) and batch in (None, group.batch):
+                yield from trajectories_of(found, group)
+    finally:
+        if connection is not url:
+            connection.close()
+
+
+def trajectories_of(run: Run, group: SeenGroup) -> Iterator[Trajectory]:
+    """The trajectories of a group with all their columns; none of a packet that is gone or cannot be read."""
+    outputs = outputs_of(group)
+    members = {member.rollout_index: member for member in group.members}
+    found = []
+    for fetched in fetch_columns(run, group.packets, None, header=True):
+        if fetched.problem is None:
+            indices = fetched.packet.members.table["index"].tolist()
+            payloads = payloads_of(fetched.packet, fetched.columns, fetched.header)
+            found += list(zip(indices, payloads, strict=True))
+    for index, payload in sorted(found, key=lambda each: each[0]):
+        if index not in members:
+            continue
+        reference = members[index]
+        trained = group.outcome == "trained" and index not in group.left_out
+        more: dict[str, Any] = {
+            "outcome": group.outcome,
+            "reason": why(group, run.manifest),
+            "round": group.round,
+        }
+        more["batch"] = group.batch if trained or group.where == "waiting" else None
+        more["staleness"] = None if more["batch"] is None else reference.staleness(more["batch"])
+        with suppress(WireError):
+            columns, mask = outputs.get(index, {}), payload.columns[MASK]
+            mask = columns.pop(MASK, mask)  # the chain may have left tokens out
+            columns |= {name: np.where(mask > 0, columns[name], 0) for name in SPREAD & columns.keys()}
+            yield payload_trajectory(reference, payload, columns, **more)
+
+
+def outputs_of(group: SeenGroup) -> dict[int, dict[str, Array]]:
+    """The results of a kept group per token, by rollout index and column."""
+    counting = [member for member in group.members if member.rollout_index in group.counting]
+    outputs: dict[int, dict[str, Array]] = {member.rollout_index: {} for member in counting}
+    for name, level, values in group.results:
+        if name not in OUTPUT_COLUMNS and name != MASK:
+            continue
+        counts = [_count(member, level) for member in counting]
+        if sum(counts) != len(values):
+            continue
+        for member, (start, stop) in zip(counting, pairwise(offsets(np.array(counts)).tolist()), strict=True):
+            outputs[member.rollout_index][name] = _per_token(member, level, values[start:stop])
+    for columns in outputs.values():
+        if "advantages" in columns:
+            columns.setdefault("returns", columns["advantages"])
+    return outputs
+
+
+def _count(member: Reference, level: str) -> int:
+    counts = {
+        "trajectory": 1,
+        "row": len(member.row_lengths),
+        "step": len(member.steps),
+        "token": member.num_tokens,
+    }
+    return counts[level]
+
+
+def _per_token(member: Reference, level: str, values: Array) -> Array:
+    if level == "row":
+        return np.repeat(values, member.row_lengths)
+    if level != "step":
+        return values
+    first, out = offsets(np.array(member.row_lengths)).tolist(), np.zeros(member.num_tokens, values.dtype)
+    for step, value in zip(member.steps, values, strict=True):
+        out[first[step.row] + step.start : first[step.row] + step.end] = value
+    return out

@@ -1,0 +1,330 @@
+"""What `mutants.py` breaks, one thing at a time, and what nothing can find."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Mutant(NamedTuple):
+    """Replace `old`, which the file has once, by `new`."""
+
+    file: str
+    old: str
+    new: str
+
+
+LUA: Final = "streamadv/lua"
+# Lines of code are as long as they are.
+# ruff: noqa: E501
+MUTANTS: Final[dict[str, Mutant]] = {
+    # Dedupe and groups
+    "a push fills a slot twice": Mutant(
+        f"{LUA}/group/push.lua",
+        "~= string.rep('.', packet.count) then return nil end",
+        "== '' then return nil end",
+    ),
+    "a push does not say which slots it has filled": Mutant(
+        f"{LUA}/group/push.lua", "    group.slots = slots\n", ""
+    ),
+    "a payload is not kept": Mutant(
+        f"{LUA}/group/push.lua", "redis.call('PERSIST', packet.key) == 0", "false"
+    ),
+    "a late push is not in the tombstone": Mutant(
+        f"{LUA}/group/push.lua", "  redis.call('HSET', tombstones, id, tombstone)\n", ""
+    ),
+    "a group that has ended is opened again": Mutant(
+        f"{LUA}/group/push.lua",
+        "if tombstone then return push_late(spec.id, packets, tombstone, tombstones) end",
+        "",
+    ),
+    "the grouper takes what another one has taken": Mutant(
+        f"{LUA}/group/take.lua", "redis.call('XACK', keys.rollouts, ARGV[1], ARGV[i]) == 1", "true"
+    ),
+    "the grouper leaves entries in the stream": Mutant(
+        f"{LUA}/group/take.lua",
+        "count('rollouts_packets', -redis.call('XDEL', keys.rollouts, unpack(acked)))",
+        "count('rollouts_packets', -#acked)",
+    ),
+    "a group is logged with its members twice": Mutant(
+        f"{LUA}/lib/close.lua", "count('grouped', scored)", "count('grouped', 2 * scored)"
+    ),
+    "a group that ends stays open": Mutant(
+        f"{LUA}/lib/close.lua", "  redis.call('ZREM', keys.open, group.id)\n", ""
+    ),
+    "a group that ends keeps its hash": Mutant(
+        f"{LUA}/lib/close.lua", "  redis.call('DEL', group.hash)\n", ""
+    ),
+    "a group that ends has no tombstone": Mutant(
+        f"{LUA}/lib/close.lua",
+        "remembered + redis.call('HSET', keys.ended, group.id, letter .. tombstone_of(group))",
+        "remembered + 1",
+    ),
+    "a deadline counts at once": Mutant(
+        f"{LUA}/group/expire.lua", "deadline > now or waiting_since <= deadline", "false"
+    ),
+    "a deadline never counts": Mutant(
+        f"{LUA}/group/expire.lua", "deadline > now or waiting_since <= deadline", "true"
+    ),
+    "withdrawn groups stay": Mutant(f"{LUA}/group/expire.lua", "if is_withdrawn(group) then", "if false then"),
+    "a group is not withdrawn": Mutant(
+        f"{LUA}/group/withdraw.lua", "redis.call('ZADD', keys.open, 0, ARGV[1])", ""
+    ),
+    # Batches
+    "a batch is named twice": Mutant(
+        f"{LUA}/batch/name_batch.lua",
+        "if redis.call('HSETNX', keys.batches, ARGV[2], ARGV[3]) == 0 then return 0 end",
+        "redis.call('HSET', keys.batches, ARGV[2], ARGV[3])",
+    ),
+    "a batch has no fence": Mutant(f"{LUA}/batch/name_batch.lua", "-- fenced by session\n", ""),
+    "work is handed out twice": Mutant(
+        f"{LUA}/batch/apply_batch.lua",
+        "if redis.call('HEXISTS', keys.applied, ARGV[2]) == 1 then return 0 end",
+        "",
+    ),
+    "work is not handed out": Mutant(
+        f"{LUA}/batch/apply_batch.lua",
+        "for i = last + 1, #ARGV do redis.call('XADD', keys.work, '*', 'work', ARGV[i]) end",
+        "",
+    ),
+    "a batch in flight stays grouped": Mutant(
+        f"{LUA}/batch/apply_batch.lua",
+        "redis.pcall('HINCRBY', keys.ledger, 'grouped', string.format('%d', -count))",
+        "",
+    ),
+    "results are published twice": Mutant(
+        f"{LUA}/batch/publish.lua", "redis.call('XACK', keys.work, ARGV[1], ARGV[2]) == 1", "true"
+    ),
+    "an output is not kept": Mutant(
+        f"{LUA}/batch/publish.lua", "redis.call('PERSIST', keys.output) == 0", "false"
+    ),
+    "a work item stays in its stream": Mutant(
+        f"{LUA}/batch/publish.lua", "if first then redis.call('XDEL', keys.work, ARGV[2]) end\n", ""
+    ),
+    "a commit leaves the groups": Mutant(
+        f"{LUA}/batch/commit.lua",
+        "if redis.call('XDEL', keys.groups, entry) == 1 then",
+        "if redis.call('XLEN', keys.groups) > 0 then",
+    ),
+    "a commit counts nothing": Mutant(
+        f"{LUA}/batch/commit.lua", "count('trained', trained - left_out)", ""
+    ),
+    "a commit leaves the payloads": Mutant(
+        f"{LUA}/batch/commit.lua",
+        "redis.call('UNLINK', unpack(gone, first, math.min(#gone, first + UNLINKED - 1)))",
+        "",
+    ),
+    "a commit leaves the record": Mutant(
+        f"{LUA}/batch/commit.lua", "  redis.call('HDEL', keys.batches, ARGV[3])\n", ""
+    ),
+    "a new session has the epoch before": Mutant(
+        f"{LUA}/batch/take_epoch.lua",
+        "math.max(current, tonumber(ARGV[2])) + 1)",
+        "math.max(current, tonumber(ARGV[2]), 1))",
+    ),
+    "the version does not move": Mutant(
+        f"{LUA}/batch/trained.lua", "redis.call('HSET', keys.trainer, 'version', ARGV[2])", ""
+    ),
+    "nobody is told that there is room": Mutant(f"{LUA}/batch/trained.lua", "announce()\n", ""),
+    "garbage stays": Mutant(
+        "streamadv/grouping/housekeeping.py", "items: Any = shard.connection.scripts.lrange(key, 0, count - 1)",
+        "items: Any = []",
+    ),
+    # Producer
+    "pushes are not kept for a server that loses them": Mutant(
+        "streamadv/producer/resend.py", "        if self._seconds <= 0:\n            return\n", "        return\n"
+    ),
+    "a heartbeat sends nothing again": Mutant(
+        "streamadv/producer/logic.py",
+        "has_all = yield from self._resend.check(manifest.keys.shards, first=say_open)",
+        "has_all = True",
+    ),
+    "what another server has is not in doubt": Mutant(
+        "streamadv/producer/resend.py", "sent.server_id != servers[sent.shard]]", "sent.server_id is None]"
+    ),
+    "a producer does not say that it goes": Mutant(
+        "streamadv/producer/logic.py", "elif has_all and membership.closed:", "elif False:"
+    ),
+    # Consumers and trainer
+    "what was pending is not read again": Mutant(
+        "streamadv/run/consumer.py", "        self.pending_from: str | None = FIRST\n",
+        "        self.pending_from: str | None = None\n",
+    ),
+    "a lease never ends": Mutant(
+        "streamadv/run/consumer.py", "while cursor.expired:", "while cursor.expired and False:"
+    ),
+    "a checkpoint does not know its groups": Mutant(
+        "streamadv/batch/progress.py", '            "groups": self.groups,\n', '            "groups": [],\n'
+    ),
+    "groups in the weights are trained on again": Mutant(
+        "streamadv/batch/progress.py",
+        "return known in self._uncommitted or known in self._committed or known in self._returning",
+        "return False",
+    ),
+    "a group in hand is forgotten with its server": Mutant(
+        "streamadv/batch/progress.py", "self._returning if k < self._named_elsewhere else ", ""
+    ),
+    "a late heartbeat takes the end back": Mutant(
+        "streamadv/producer/logic.py", "yield from membership.send_heartbeat()\n        manifest",
+        "yield from membership.send_heartbeat(\"\" if membership.finished else \"open\")\n        manifest",
+    ),
+    "a commit is not repeated": Mutant(
+        "streamadv/batch/recovery.py", "for k in [k for k in sorted(recorded) if k < below]:", "for k in list[int]():"
+    ),
+    # Members of groups
+    "a late member counts nowhere": Mutant(
+        f"{LUA}/group/take.lua",
+        "for _, member in ipairs(members) do count('dropped:' .. (member.kind == 'usable' and late or member.kind), 1) end",
+        "",
+    ),
+    "a group that has come in part is taken for whole": Mutant(
+        f"{LUA}/group/take.lua", "  if #packets < number then arrived.size = 0 end\n", ""
+    ),
+    "a score that came first is not seen": Mutant(
+        f"{LUA}/group/take.lua", "if not reward then return 's' end", "if true then return 's' end"
+    ),
+    "a score for a waiting slot is not noted": Mutant(
+        f"{LUA}/group/score.lua", "if letter == 's' then redis.call('RPUSH'", "if false then redis.call('RPUSH'"
+    ),
+    "a second score replaces the first": Mutant(
+        f"{LUA}/group/score.lua", "redis.call('HSETNX', keys.group, 'score:' .. index, ARGV[4]) == 0",
+        "redis.call('HSET', keys.group, 'score:' .. index, ARGV[4]) == 2",
+    ),
+    "what a scorer has passed on stays in its stream": Mutant(
+        f"{LUA}/group/scored.lua", "  redis.call('XDEL', keys.stream, ARGV[at])\n", ""
+    ),
+    "a scorer passes on what another one has": Mutant(
+        f"{LUA}/group/scored.lua", "if #redis.call('XRANGE', keys.stream, ARGV[at], ARGV[at]) > 0 then", "if true then"
+    ),
+    "an unscorable member stays among the open ones": Mutant(
+        f"{LUA}/group/apply_scores.lua", "  count('open', -1)\n", ""
+    ),
+    "a group with its last score stays open": Mutant(
+        f"{LUA}/group/apply_scores.lua", "  elseif is_complete(group) then\n", "  elseif false then\n"
+    ),
+    "a touch moves no deadline": Mutant(
+        f"{LUA}/group/touch.lua", "redis.call('ZADD', keys.open, string.format('%.17g', deadline), ARGV[1])\n", ""
+    ),
+    "cancelled slots keep their room": Mutant(
+        f"{LUA}/group/cancel.lua", "  reserve(group.slot_bytes, -#members)\n", ""
+    ),
+    "a cancelled slot can be filled": Mutant(
+        f"{LUA}/group/cancel.lua", "  change(group, 'slots', group.slots)\n", ""
+    ),
+    "a group that is opened reserves no room": Mutant(
+        f"{LUA}/lib/admit.lua", "  reserve(group.slot_bytes, spec.slots)\n", ""
+    ),
+    "a group that somebody else has is withdrawn": Mutant(
+        f"{LUA}/group/withdraw.lua", "  if nonce ~= ARGV[2] then others[#others + 1] = nonce end\n", ""
+    ),
+    "a run that has ended opens groups": Mutant(
+        f"{LUA}/lib/admit.lua", "if admission.finished and admission.is_new and spec.role ~= 'eval' then", "if false then"
+    ),
+    "groups of a lost producer count on": Mutant(
+        f"{LUA}/group/abandon.lua", "    redis.call('HSET', group_hash, 'producer', '')\n", ""
+    ),
+    # Batches, again
+    "a batch that is undone keeps its groups": Mutant(
+        f"{LUA}/batch/unapply_batch.lua", "    redis.call('HDEL', keys.owners, flat[i])\n", ""
+    ),
+    "a batch that is undone keeps its record": Mutant(
+        f"{LUA}/batch/unname_batch.lua", "redis.call('HDEL', keys.batches, ARGV[2])\n", ""
+    ),
+    "a dropped group is in flight": Mutant(
+        f"{LUA}/batch/drop_groups.lua", "disown(keys.owners, entry)", "'grouped'"
+    ),
+    "results of a closed batch stay": Mutant(
+        f"{LUA}/lib/close_batch.lua", "redis.call('XDEL', keys.results, entry) == 1 and redis", "redis"
+    ),
+    "an older session takes the run": Mutant(
+        f"{LUA}/batch/take_epoch.lua", "  return -1\n", ""
+    ),
+    "a new trainer forgets what was committed": Mutant(
+        f"{LUA}/batch/take_epoch.lua", "ARGV[1] ~= '' and ARGV[1] or committed", "ARGV[1] ~= '' and ARGV[1] or '0'"
+    ),
+    "a work item of another batch is published": Mutant(
+        f"{LUA}/batch/publish.lua", "not is_other_work(ARGV[2], ARGV[3]) and ", ""
+    ),
+    "a lease is taken over whatever has happened since": Mutant(
+        f"{LUA}/consumer/reclaim.lua", "if there and there[2] == ARGV[i + 1] and tostring(there[4]) == ARGV[i + 2] then",
+        "if there then",
+    ),
+    # Producer, again
+    "a heartbeat takes the end back": Mutant(
+        f"{LUA}/run/heartbeat.lua", "instance == holder and state == 'finished' and state or 'open'", "'open'"
+    ),
+    "a producer that has finished stays so on another server": Mutant(
+        "streamadv/producer/logic.py", "self._resend.check(manifest.keys.shards, first=say_open)",
+        "self._resend.check(manifest.keys.shards, first=lambda: iter(()))",
+    ),
+    "the last word goes out before what was lost": Mutant(
+        "streamadv/producer/logic.py", "if has_all and membership.finished:", "if membership.finished:"
+    ),
+    "what was sent again is not kept for the next server": Mutant(
+        "streamadv/producer/resend.py", "            sent.server_id, sent.when = servers[sent.shard], clock.now()\n",
+        "            sent.server_id = servers[sent.shard]\n",
+    ),
+    "what is in doubt is forgotten": Mutant(
+        "streamadv/producer/resend.py", "                if self._sent[0].server_id != servers[self._sent[0].shard]:\n                    return\n",
+        "",
+    ),
+    "groups begun ahead are not withdrawn": Mutant(
+        "streamadv/producer/logic.py", "        yield from self.admission.withdraw()\n", ""
+    ),
+    # Trainer, again
+    "a session that lost its commit does not repeat it": Mutant(
+        "streamadv/batch/recovery.py", "    _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost\n", ""
+    ),
+    "what a shard alone knows of a batch is not undone": Mutant(
+        "streamadv/batch/recovery.py",
+        "    undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.epoch)\n", "",
+    ),
+    "a batch that misses groups is kept": Mutant(
+        "streamadv/batch/recovery.py", "if k > next_k or missing(run, batch.record):", "if k > next_k:"
+    ),
+    "a naming that the server lost is not written again": Mutant(
+        "streamadv/batch/recovery.py", "            name_batch(run, batch.record, progress.epoch)\n", "            pass\n"
+    ),
+    "records of another branch are taken over": Mutant(
+        "streamadv/batch/recovery.py", "    undo_batches(run, foreign_records, progress.epoch)\n    for record", "    for record"
+    ),
+    "a commit is said before it is saved": Mutant(
+        "streamadv/batch/progress.py", "        self.committed = max(self.committed, version)\n", "        self.committed = version\n"
+    ),
+    "the groups of a checkpoint are forgotten at the first look": Mutant(
+        "streamadv/batch/progress.py", "_forget_first(self._returning, asked - RETURN_WINDOW_S)",
+        "_forget_first(self._returning, asked)",
+    ),
+    # Consumers, again
+    "a reply that was lost is not asked for again": Mutant(
+        "streamadv/run/consumer.py", "            cursor.pending_from = FIRST  # a reply may have been lost\n", ""
+    ),
+    "what is in hand is taken in hand again": Mutant(
+        "streamadv/run/consumer.py", "if (entry.shard, entry.id) not in self._in_hand]", "]"
+    ),
+    # Kept groups
+    "what is kept is deleted": Mutant(
+        f"{LUA}/batch/commit.lua", "if not (logged and keep_trained(", "if true or not (logged and keep_trained("
+    ),
+    "what is kept is swept": Mutant(
+        f"{LUA}/lib/complete.lua",
+        "if kept then return count('live_bytes', -kept) end", "if kept then count('live_bytes', -kept) end",
+    ),
+    "a commit keeps what is committed already": Mutant(
+        f"{LUA}/batch/commit.lua",
+        "  if redis.call('XDEL', keys.groups, entry) == 1 then\n    groups",
+        "  if logged then keep_trained(logged[2]) end\n"
+        "  if redis.call('XDEL', keys.groups, entry) == 1 then\n    groups",
+    ),
+    "a kept group is not counted": Mutant(
+        f"{LUA}/lib/keep.lua",
+        "  redis.pcall('HINCRBY', keys.ledger, 'kept_bytes', string.format('%d', bytes))\n", "",
+    ),
+    "what is trimmed stays": Mutant(
+        f"{LUA}/group/trim_kept.lua", "    redis.call('RPUSH', keys.garbage, item)\n", ""
+    ),
+    "a dropped group is not kept": Mutant(
+        f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"
+    ),
+}  # fmt: skip
+#: Name -> why no schedule can find it.
+EQUIVALENT: Final[dict[str, str]] = {}
