@@ -240,6 +240,7 @@ class Leader(Session):
             batch, since = self.batches[k], tracing.now()
             commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results or ())
             traces.committed(self.run, batch, since)
+            self._candidates.committed(batch.record.groups)
             del self.batches[k]
 
     # The end of a run
