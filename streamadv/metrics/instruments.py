@@ -27,7 +27,9 @@ from ..version import __version__
 from .collectors import ArrayHistogram, Blocked, Registry, Waits
 
 #: What a stage exports: a producer, the three kinds of workers, rank 0 of the trainer, another rank, an exporter.
-Kind = Literal["producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter", "gateway", "archive"]
+Kind = Literal[
+    "producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter", "gateway", "archive"
+]
 
 #: How a group can end; any other name is counted as "other".
 OUTCOMES: Final = (
