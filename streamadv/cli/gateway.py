@@ -79,6 +79,13 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         help="a group ends after so long without a turn (default 600)",
     )
     parser.add_argument(
+        "--answer-s",
+        type=seconds,
+        default=1800.0,
+        metavar="S",
+        help="an engine has so long for an answer (default 1800)",
+    )
+    parser.add_argument(
         "--grace-s",
         type=seconds,
         default=30.0,
@@ -132,9 +139,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_key:
         print(keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S))
         return 0
-    own = ("model", "sampling", "allow_sampling", "allow_history", "rerender", "mode", "idle_s", "grace_s")
+    own = ("model", "sampling", "allow_sampling", "allow_history", "rerender", "mode", "idle_s", "answer_s")
     given = {
-        name: getattr(arguments, name) for name in (*own, "max_open", "max_turns", "max_body", "public_url")
+        name: getattr(arguments, name)
+        for name in (*own, "grace_s", "max_open", "max_turns", "max_body", "public_url")
     }
     options = Options(tuple(arguments.engine or ()), **given)
     place = Place(

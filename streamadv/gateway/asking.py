@@ -57,11 +57,11 @@ class Turns:
 
     async def answer(self, session: Session, asked: Asked) -> Mapping[str, Any]:
         """The answer, as the engine's API has it. Raises RefusedError."""
-        if asked.is_retry:
-            known = await self._answered(session, asked.digest)
-            if known is not None:
+        while asked.is_retry and (waiting := session.under_way.get(asked.digest)):
+            await asyncio.wait({waiting})
+            if not waiting.cancelled():
                 figures.RETRIES_ANSWERED.inc()
-                return known
+                return waiting.result()
         if session.asking >= self._options.max_turns:
             text = f"rollout {session.name} has {session.asking} requests under way, the most it may have"
             raise RefusedError(429, "too_many_turns", text)
@@ -69,8 +69,10 @@ class Turns:
         session.asking += 1
         session.cut_at = None
         try:
-            answer = await self._make(session, asked)
+            answer = await self._recorded(session, asked.digest) if asked.is_retry else None
+            answer = answer or await self._make(session, asked)
             answered.set_result(answer)
+            session.cut_at = None  # whoever hears this is there
             return answer
         except asyncio.CancelledError:
             session.cut_at = clock.now()
@@ -83,24 +85,24 @@ class Turns:
             if session.under_way.get(asked.digest) is answered:
                 del session.under_way[asked.digest]
 
-    async def _answered(self, session: Session, digest: str) -> Mapping[str, Any] | None:
-        """What the first request of this digest got, or gets."""
-        if digest in session.under_way:
-            waiting = session.under_way[digest]
-            await asyncio.wait({waiting})
-            if not waiting.cancelled():
-                return waiting.result()
-        return next((turn.answer for turn in reversed(session.turns) if turn.digest == digest), None)
+    async def _recorded(self, session: Session, digest: str) -> Mapping[str, Any] | None:
+        """What a request of this digest got before: from here, from another gateway, or after its client had gone."""
+        await self._sessions.refresh(session)
+        found = next((turn.answer for turn in reversed(session.turns) if turn.digest == digest), None)
+        if found is not None:
+            figures.RETRIES_ANSWERED.inc()
+        return found
 
     async def _make(self, session: Session, asked: Asked) -> Mapping[str, Any]:
         began = clock.now()
+        engine = await self._engines.know(session)
         model = self._options.model or self._engines.model or "policy"
         request = of_the_run(_read(asked), self._options, model)
         messages = request.get("messages")
         self._check_history(session, messages or ())
         at = chains(messages, request.get("tools"), asked.agent) if messages is not None else []
         sent = clock.now()
-        sampled = await self._sample(session, asked, request, at)
+        sampled = await self._sample(session, asked, request, at if self._tokens.is_used(engine) else ())
         engine_s = clock.now() - sent
         choices = sampled.choices
         if any(one.finish_reason == "abort" for one in choices):
@@ -120,8 +122,9 @@ class Turns:
     async def _sample(
         self, session: Session, asked: Asked, request: dict[str, Any], at: Sequence[str]
     ) -> Sampled:
+        """at: digests of the conversation, if its engine takes tokens."""
         try:
-            if at and self._tokens.is_used(self._engines.place(session)):
+            if at:
                 return await self._tokens.sample(session, request, at)
             return await self._chat(session, asked.dialect.engine_path, request)
         except SettingError as error:  # an answer without token ids, or with another number of log-probs

@@ -27,6 +27,8 @@ PAUSE_S: Final = 0.5
 BREAK_S: Final = 10.0
 #: Seconds between two questions for an engine's version.
 WATCH_S: Final = 0.5
+#: Seconds for the question what an engine can do.
+LOOK_S: Final = 10.0
 #: Bytes of an engine's answer.
 MAX_ANSWER: Final = 256 << 20
 _RENDER: Final = "/v1/chat/completions/render"
@@ -43,6 +45,7 @@ class Engine:
     version: int | None = None
     is_told: bool = False  # its version, by an operator
     renders: bool = False  # token in, token out
+    is_known: bool = False  # it has said what it can do
 
 
 class Placed(Protocol):
@@ -55,7 +58,9 @@ class Placed(Protocol):
 class Engines:
     """All engines. One event loop."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], answer_s: float = 1800.0) -> None:
+        """answer_s: for an answer, with all tries: who waits longer for an engine that stalls holds up its group."""
+        self._answer_s = answer_s
         self.all = [Engine(url.rstrip("/").removesuffix("/v1")) for url in urls]
         self._http: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -79,6 +84,16 @@ class Engines:
 
         Raises RefusedError.
         """
+        try:
+            async with asyncio.timeout(self._answer_s):
+                return await self._ask(rollout, path, body)
+        except TimeoutError:
+            if rollout.engine is not None:
+                self._rest(rollout.engine)
+            text = f"no engine has answered within {self._answer_s:g} s"
+            raise RefusedError(503, "engine_unavailable", text) from None
+
+    async def _ask(self, rollout: Placed, path: str, body: Mapping[str, Any]) -> tuple[Any, int | None]:
         problem = ""
         for number in range(TRIES):
             if number:
@@ -146,15 +161,33 @@ class Engines:
             await asyncio.sleep(WATCH_S)
             await asyncio.gather(*(self._ask_version(engine) for engine in self.all))
 
+    async def know(self, rollout: Placed) -> Engine:
+        """The rollout's engine, asked what it can do if it was away when the gateway began."""
+        engine = self.place(rollout)
+        if not engine.is_known:
+            await self._look(engine)
+        return engine
+
     async def _look(self, engine: Engine) -> None:
-        """Learn what an engine can do."""
         await self._ask_version(engine)
         with suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError):
             listed = await self._get(engine, "/v1/models")
             self.model = self.model or str(listed["data"][0]["id"])
             body = {"model": self.model, "messages": [{"role": "user", "content": "."}]}
-            status, answer = await self._post(engine, "start", _RENDER, body)
+            async with asyncio.timeout(LOOK_S):
+                status, answer = await self._post(engine, "start", _RENDER, body)
             engine.renders = status < 400 and "token_ids" in answer
+            engine.is_known = status not in _AGAIN
+            if engine.is_known:
+                logger.info(
+                    "engine %s: %s",
+                    engine.url,
+                    "takes and gives tokens"
+                    if engine.renders
+                    else "makes its own tokens of messages; vLLM 0.32 with "
+                    "--enable-scale-out would keep rows whole whatever its template does",
+                    extra=log_fields("engine_found", role="gateway"),
+                )
 
     async def _ask_version(self, engine: Engine) -> None:
         if engine.is_told:

@@ -92,7 +92,7 @@ class Front:
         body = _object(raw)
         key = request.headers.get("Idempotency-Key", "")
         retries = request.headers.get("x-stainless-retry-count", "0")
-        is_retry = bool(key) or (retries.isdecimal() and int(retries) > 0)
+        is_retry = bool(key) or bool(retries.strip("0"))
         asked = Asked(dialect, body, digest_of(dialect, raw, key), is_retry, _agent(request))
         session = await self.sessions.get(ticket)
         if body.get("stream"):
@@ -111,11 +111,12 @@ class Front:
                     await out.prepare(request)
                 await out.write(b": the engine samples\n\n")
             events = b"".join(asked.dialect.stream(making.result(), asked.body))
-        except RefusedError as error:
+        except (RefusedError, StreamadvError) as error:
             if not out.prepared:
                 raise
-            events = b"event: error\ndata: " + orjson.dumps(error.body(asked.dialect.name)) + b"\n\n"
-            figures.answered(asked.dialect.name, error.code)
+            refusal = error if isinstance(error, RefusedError) else refused(error)
+            events = b"event: error\ndata: " + orjson.dumps(refusal.body(asked.dialect.name)) + b"\n\n"
+            figures.answered(asked.dialect.name, refusal.code)
         else:
             figures.answered(asked.dialect.name, "ok")
         finally:

@@ -14,12 +14,20 @@ def canonical(message: Mapping[str, Any]) -> list[Any]:
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append([function.get("name"), arguments, call.get("id")])
-    return [message.get("role"), text_of(message.get("content")), calls, message.get("tool_call_id")]
+        calls.append([function.get("name"), arguments_of(function.get("arguments")), call.get("id")])
+    text = text_of(message.get("content"))
+    if message.get("role") == "assistant" and isinstance(text, str):
+        text = text.strip()  # clients do that
+    return [message.get("role"), text, calls, message.get("tool_call_id")]
+
+
+def arguments_of(written: Any) -> Any:
+    """The arguments of a call, as an object whatever the policy has written."""
+    value = written
+    if isinstance(written, str):
+        with suppress(ValueError):
+            value = json.loads(written or "{}")
+    return value if isinstance(value, dict) else {"arguments": written}
 
 
 def text_of(content: Any) -> Any:

@@ -21,6 +21,12 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_beam_search": (None, False),
     "echo": (None, False),
     "best_of": (None, 1),
+    "ignore_eos": (None, False),
+    "min_tokens": (None, 0),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "stop_token_ids": (None, []),
+    "length_penalty": (None, 1, 1.0),
 }
 MODES: Final = ("auto", "tokens", "chat")
 
@@ -37,6 +43,7 @@ class Options:
     rerender: bool = False
     mode: str = "auto"
     idle_s: float = 600.0
+    answer_s: float = 1800.0
     grace_s: float = 30.0
     max_open: int = 4096
     max_turns: int = 32

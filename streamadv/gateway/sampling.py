@@ -9,11 +9,13 @@ from ..messages import brief
 from .options import NEUTRAL, Options
 from .refusals import RefusedError
 
-#: Fields that the gateway sets itself, or that say something to nobody behind it.
-_OWN: Final = (
-    "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "include_reasoning", "store",
-    "metadata", "service_tier", "user", "safety_identifier", "prompt_cache_key", "prompt_logprobs", "temperature",
-)  # fmt: skip
+#: Fields that an agent may choose; what else it sends says something to nobody behind the gateway.
+_PASSED: Final = frozenset((
+    "messages", "prompt", "suffix", "n", "max_tokens", "max_completion_tokens", "stop", "seed", "logprobs",
+    "top_logprobs", "response_format", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls",
+    "reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "skip_special_tokens", "spaces_between_special_tokens",
+))  # fmt: skip
 
 
 def of_the_run(asked: Mapping[str, Any], options: Options, model: str) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def of_the_run(asked: Mapping[str, Any], options: Options, model: str) -> dict[s
             f"{name} is {brief(value)}: how the policy is sampled belongs to the run; leave it out, or give the "
             f"gateway --sampling with it, or --allow-sampling",
         )
-    body = {name: value for name, value in asked.items() if name not in _OWN and name not in NEUTRAL}
+    body = {name: value for name, value in asked.items() if name in _PASSED}
     if options.allow_sampling:
         body |= {"temperature": asked["temperature"]} if asked.get("temperature") is not None else {}
         body |= fixed

@@ -74,11 +74,10 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metrics.begin_stage(ROLE, "gateway")
-    engines = Engines(options.engines)
+    engines = Engines(options.engines, options.answer_s)
     async with Producer(settings.url, settings.run) as producer:
         front = Front(producer, options, keys, engines)
         await engines.open()
-        _say_modes(engines, options)
         sweeping = asyncio.create_task(front.sessions.sweep())
         runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         try:
@@ -114,15 +113,3 @@ async def _drain(front: Front) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_S):
             await front.idle.wait()
-
-
-def _say_modes(engines: Engines, options: Options) -> None:
-    for engine in engines.all:
-        mode = "tokens" if options.mode == "tokens" or (options.mode == "auto" and engine.renders) else "chat"
-        hint = (
-            ""
-            if engine.renders
-            else "; vLLM 0.32 with --enable-scale-out would keep rows whole whatever its template does"
-        )
-        fields = log_fields("engine_found", role=ROLE)
-        logger.info("engine %s: %s mode%s", engine.url, mode, hint, extra=fields)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Final, NamedTuple
 
 from .. import clock
@@ -17,6 +18,8 @@ from ..messages import log_fields, one_line
 from ..producer.async_producer import AsyncProducer
 from ..producer.slots import Slots
 from ..producer.tickets import Ticket
+from ..trajectory.members import STEP
+from ..trajectory.schema import MAX_ROWS, MAX_STEPS
 from . import figures
 from .engines import Engine
 from .options import Options
@@ -27,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that a trajectory has for a token: id, mask, log-prob, version.
 TOKEN_BYTES: Final = 13
+#: Bytes that are left for a trajectory's metadata.
+HEADER_BYTES: Final = 512
 #: Seconds that a turn waits for the server; then the client asks again.
 STORE_S: Final = 30.0
 #: How many rollouts that have ended are remembered, for clients that ask again.
@@ -57,7 +62,7 @@ class Session:
     asking: int = 0
     engine: Engine | None = None
     seen: float = field(default_factory=clock.now)
-    touched: float = field(default_factory=clock.now)
+    touched: float = -inf  # when its group's deadline was moved on
     cut_at: float | None = None  # a client has gone in the middle of an answer
     is_lost: bool = False  # the server did not know its group
     over: str | None = None
@@ -70,7 +75,7 @@ class Session:
             if number < len(turn.chains):
                 end = End(row, len(self.episode.rows[row]), completion.finish_reason)
                 self.ends[turn.chains[number]] = end
-        self.turns.append(turn)
+        self.turns.append(replace(turn, choices=()))  # the rows have these
         self.kept.append(record)
         if len(self.episode.breaks) > before:
             figures.row_broken(turn.joins, len(turn.choices[0].prompt_ids))
@@ -94,31 +99,42 @@ class Sessions:
         name = f"{ticket.group_id}/{ticket.rollout_index}"
         if name in self._over:
             raise over(name, self._over[name][0])
-        session = self._open.get(name)
-        if session is None:
-            task = self._opening.get(name)
-            if task is None:
-                if len(self._open) + len(self._opening) >= self._options.max_open:
-                    text = f"this gateway plays {self._options.max_open} rollouts, the most it may"
-                    raise RefusedError(429, "too_many_rollouts", text)
-                task = self._opening[name] = asyncio.create_task(self._restore(name, ticket))
-                task.add_done_callback(lambda _: self._opening.pop(name, None))
-            session = await asyncio.shield(task)
+        is_new = name not in self._open and name not in self._opening
+        if is_new and len(self._open) + len(self._opening) >= self._options.max_open:
+            text = f"this gateway plays {self._options.max_open} rollouts, the most it may"
+            raise RefusedError(429, "too_many_rollouts", text)
+        session = await self._opened(name, ticket)
         if self._producer._logic.membership.is_in_vain(session.ticket):
-            await self._fail(session, "aborted", "it is too stale to be trained on, or the run has ended")
+            await self.fail(session, "aborted", "it is too stale to be trained on, or the run has ended")
             raise over(name, session.over or "")
         session.seen = clock.now()
         return session
 
+    async def _opened(self, name: str, ticket: Ticket) -> Session:
+        """The one session of a rollout, for all who ask for it at once."""
+        if name in self._open:
+            return self._open[name]
+        task = self._opening.get(name)
+        if task is None:
+            task = self._opening[name] = asyncio.create_task(self._restore(name, ticket))
+            task.add_done_callback(lambda _: self._opening.pop(name, None))
+        return await asyncio.shield(task)
+
     async def _restore(self, name: str, ticket: Ticket) -> Session:
         session = Session(name, ticket)
-        await self.catch_up(session)
+        await self._catch_up(session)
         self._open[name] = session
         figures.OPEN.set(len(self._open))
         return session
 
-    async def catch_up(self, session: Session) -> None:
+    async def refresh(self, session: Session) -> None:
         """Read what other gateways have appended. Raises RefusedError if the slot has ended."""
+        async with session.lock:
+            if session.over is not None:
+                raise over(session.name, session.over)
+            await self._catch_up(session)
+
+    async def _catch_up(self, session: Session) -> None:
         reply = await self._waiting(self._store.read(session.ticket, len(session.kept)))
         if reply.state == "ended":
             raise self._has_ended(session)
@@ -165,11 +181,22 @@ class Sessions:
                     raise self._has_ended(session)
 
     def _check_size(self, session: Session, turn: Turn) -> None:
-        tokens = sum(map(len, session.episode.rows)) + sum(len(one.token_ids) for one in turn.choices)
-        row = max(map(len, session.episode.rows), default=0)
-        tokens += max(0, len(turn.choices[0].prompt_ids) - row)
-        if tokens * TOKEN_BYTES > self._store.most_bytes:
-            raise self._too_large(session, tokens * TOKEN_BYTES)
+        """Refuse what could not be pushed at the end. Raises RefusedError."""
+        episode, prompt = session.episode, turn.choices[0].prompt_ids
+        row = episode.row_of(prompt, turn.agent)
+        new_rows = len(turn.choices) - (row is not None)
+        tokens = sum(map(len, episode.rows)) + sum(len(one.token_ids) for one in turn.choices)
+        tokens += new_rows * len(prompt) + (len(prompt) - len(episode.rows[row]) if row is not None else 0)
+        steps = episode.turns + len(turn.choices)
+        size = tokens * TOKEN_BYTES + steps * STEP.itemsize + HEADER_BYTES
+        if size > self._store.most_bytes:
+            raise self._too_large(session, size)
+        if len(episode.rows) + new_rows > MAX_ROWS or steps > MAX_STEPS:
+            text = (
+                f"rollout {session.name} would have {len(episode.rows) + new_rows} rows and {steps} turns, it may have "
+                f"{MAX_ROWS} and {MAX_STEPS}: end it with status truncated"
+            )
+            raise RefusedError(413, "rollout_too_large", text)
 
     def _too_large(self, session: Session, size: int) -> RefusedError:
         return RefusedError(
@@ -189,11 +216,11 @@ class Sessions:
         try:
             if name in self._over:
                 return self._over[name][1]
-            session = self._open.get(name) or await self._restore(name, ticket)
+            session = await self._opened(name, ticket)
             async with session.lock:
                 if session.over is not None:
                     return self._over[name][1]
-                await self.catch_up(session)
+                await self._catch_up(session)
                 return await self._end(session, said)
         except RefusedError as error:
             if error.code != "rollout_over" or name not in self._over:
@@ -225,13 +252,12 @@ class Sessions:
     async def fail(self, session: Session, reason: str, detail: str) -> None:
         """End a rollout that cannot go on."""
         async with session.lock:
-            await self._fail(session, reason, detail)
-
-    async def _fail(self, session: Session, reason: str, detail: str) -> None:
-        if session.over is None:
-            with suppress(StreamadvError):
-                await self._producer.rollout(session.ticket).fail(reason, detail)
-            answer = {"ended": "failed", "result": "pushed", "detail": detail}
+            if session.over is not None:
+                return
+            result = "duplicate"
+            with suppress(StreamadvError):  # the run has ended: nobody waits for the slot
+                result = await self._producer.rollout(session.ticket).fail(reason, detail)
+            answer = {"ended": "failed", "result": result, "detail": detail}
             self._forget(session, f"{reason}: {detail}", answer)
 
     def _forget(self, session: Session, why: str, answer: dict[str, Any] | None = None) -> None:

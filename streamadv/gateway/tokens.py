@@ -13,8 +13,10 @@ from ..errors import SettingError
 from ..integrations.engines import Completion
 from . import figures
 from .engines import Engine, Engines
+from .joining import text_of
 from .options import Options
-from .sessions import End, Session
+from .refusals import RefusedError
+from .sessions import Session
 
 _RENDER: Final = "/v1/chat/completions/render"
 _DERENDER: Final = "/v1/chat/completions/derender"
@@ -36,7 +38,6 @@ class TokenMode:
 
     def __init__(self, engines: Engines, options: Options) -> None:
         self._engines, self._options = engines, options
-        self._stop: int | None = None  # the token that ends an answer, once one has ended
 
     def is_used(self, engine: Engine) -> bool:
         mode = self._options.mode
@@ -54,9 +55,6 @@ class TokenMode:
         }  # fmt: skip
         answer, _ = await self._engines.ask(session, _DERENDER, read)
         choices = [_completion(prompt, choice, version) for choice in made["choices"]]
-        for choice in choices:
-            if choice.finish_reason == "stop" and choice.token_ids:
-                self._stop = choice.token_ids[-1]
         return Sampled(answer, choices)
 
     async def _continued(
@@ -70,30 +68,40 @@ class TokenMode:
         before = session.episode.rows[end.row][: end.tokens]
         if prompt[: len(before)] == before:
             return prompt
-        rest = await self._rest(session, request, known[0], end, prompt)
-        if rest is None:
+        rest = await self._rest(session, request, known[0], prompt)
+        if not rest:
             return prompt
+        has_stopped = before[-1] == rest[0]
+        if not has_stopped and end.finish_reason in _ENDED and not request.get("stop"):
+            return prompt  # the engine and its template end an answer by different tokens
         figures.SPLICED.inc()
-        return before + rest
+        return before + rest[has_stopped:]
 
     async def _rest(
-        self, session: Session, request: Mapping[str, Any], messages: int, end: End, prompt: list[int]
+        self, session: Session, request: Mapping[str, Any], number: int, prompt: list[int]
     ) -> list[int] | None:
-        """The prompt's tokens after the answer that the first so many messages end with; None if that is not plain."""
-        has_ended = end.finish_reason in _ENDED
-        stop = session.episode.rows[end.row][end.tokens - 1] if has_ended else self._stop
-        if stop is None:
-            return None
-        first = {**request, "messages": request["messages"][:messages], "add_generation_prompt": False}
-        first |= {"tool_choice": "none"} if request.get("tools") else {}
-        answer, _ = await self._engines.ask(session, _RENDER, first)
-        old = answer["token_ids"]
-        if prompt[: len(old)] != old or stop not in old:
-            return None
-        place = (
-            len(old) - 1 - old[::-1].index(stop)
-        )  # the stop token is the template's where the answer was cut off
-        return prompt[place + has_ended :]
+        """The prompt's tokens after the answer that the first so many messages end with, from its stop token on.
+
+        They are what stays when another answer stands in its place.
+        """
+        messages = list(request["messages"])
+        ending = str(text_of(messages[number - 1].get("content"))).rstrip()[-1:]
+        messages[number - 1] = {"role": "assistant", "content": "B" if ending in "aA" else "A"}
+        try:
+            answer, _ = await self._engines.ask(session, _RENDER, {**request, "messages": messages})
+        except RefusedError as error:
+            if error.code == "engine":  # a template may want the calls that tools answer
+                return None
+            raise
+        return _common_end(prompt, answer["token_ids"])
+
+
+def _common_end(first: list[int], second: list[int]) -> list[int]:
+    """The tokens that both end with; none if one is the end of the other, which says nothing."""
+    for at in range(1, min(len(first), len(second)) + 1):
+        if first[-at] != second[-at]:
+            return first[len(first) - at + 1 :]
+    return []
 
 
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any], version: int | None) -> Completion:

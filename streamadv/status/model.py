@@ -13,6 +13,7 @@ from ..grouping.short_groups import Loss
 from ..run.ledger import QUEUED
 from ..units import seconds_text
 from .evaluations import Evaluation
+from .prompts import SourceProgress
 
 #: A run in which nothing entered a stream for so long stands still.
 QUIET_S: Final = 10.0
@@ -253,6 +254,7 @@ class Status:
     producers: list[ProducerState]
     admission: Admission
     evaluations: list[Evaluation]  # the newest of each data source
+    prompts: list[SourceProgress]
     server: Server
     quiet_s: float | None  # since something entered a stream; None = never
     failing_chain: str | None  # why the chain of a work item fails, as a worker has noted

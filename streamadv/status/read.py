@@ -35,6 +35,7 @@ from .model import (
     TrainerState,
     by_reason,
 )
+from .prompts import read_progress
 from .shard import ShardState, problems_of, read_shards
 
 INFO_FIELDS: Final = (
@@ -81,6 +82,7 @@ def read_status(run: Run) -> Status:
         producers=read_producers(run, now_ms),
         admission=admission_of(run, shards, server),
         evaluations=newest(read_evaluations(run)),
+        prompts=read_progress(run),
         server=server,
         quiet_s=activity.quiet_s,
         failing_chain=_failing_chain(shards),

@@ -115,6 +115,10 @@ REASONS: Final[dict[str, Kind]] = {
         "the server does not let producers read what the trainer announces, so they ask for admission every 2 s",
         "give them the rights that `streamadv config acl` prints",
     ),
+    "prompts_begun": Kind(
+        "all prompts are begun, and some have not ended: a trained one ends when a checkpoint with it is saved",
+        "wait for the trainer; after its loop it has to save one more, `with queue.checkpoint(folder) as path: ...`",
+    ),
     # The server.
     "server_away": Kind("nothing answers at the URL", "start the server or correct the URL"),
     "name_resolution": Kind("the host name of the URL is not known", "correct the URL or the name service"),

@@ -37,6 +37,9 @@ class Engine(FakeEngine):
             content = message.get("content") or ""
             if self.drifts and message["role"] == "assistant":
                 message = {**message, "content": content.upper()}
+            if self.thinks and message["role"] == "assistant" and ">" not in content:
+                empty = "<>" if message is messages[-1] else ""  # as Qwen3's
+                message = {**message, "content": f">{empty}{content}"}
             written.append({name: value for name, value in message.items() if value is not None})
         return super().template(written, tools)
 
@@ -47,11 +50,16 @@ class Engine(FakeEngine):
                 prompt = prompt[:-1]
             return {
                 "token_ids": prompt,
-                "sampling_params": {"max_tokens": asked.get("max_tokens")},
+                "sampling_params": {"max_tokens": asked.get("max_tokens"), "stop": asked.get("stop")},
                 "model": "tiny",
             }
         if path == "/inference/v1/generate":
             _, ids, logs, reason = self.sample(asked["token_ids"], asked["sampling_params"].get("max_tokens"))
+            for stop in asked["sampling_params"].get("stop") or ():
+                length = bytes(token % 256 for token in ids).find(stop.encode()) + len(stop)
+                if length >= len(stop):
+                    ids, logs = ids[:length], logs[:length]
+                    self.said[-1] = (self.said[-1][0], ids, logs)
             return {"choices": [self.generated(ids, logs, reason)]}
         if path == "/v1/chat/completions/derender":
             return self.derendered(asked)
@@ -86,7 +94,14 @@ class Engine(FakeEngine):
         choices = []
         for choice in asked["generate_response"]["choices"]:
             text = bytes(token for token in choice["token_ids"] if token < END).decode()
-            message = {"role": "assistant", "content": text}
+            for stop in asked["chat_request"].get("stop") or ():
+                text = text.removesuffix(stop)
+            thought, _, said = text.rpartition(">")
+            content, _, call = said.partition("!")
+            message: dict[str, Any] = {"role": "assistant", "content": content, "reasoning": thought or None}
+            if call:
+                function = {"name": call, "arguments": "{}"}
+                message["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
             choices.append(
                 {"index": choice["index"], "message": message, "finish_reason": choice["finish_reason"]}
             )

@@ -70,7 +70,7 @@ class Playing:
 @asynccontextmanager
 async def playing(redis_url: str, run: str, *engines: FakeEngine, **options: Any) -> AsyncIterator[Playing]:
     chosen = Options(tuple(engine.url for engine in engines), **{"mode": "chat", **options})
-    asked = Engines(chosen.engines)
+    asked = Engines(chosen.engines, chosen.answer_s)
     async with sa.Producer(redis_url, run) as producer, ClientSession() as http:
         front = Front(producer, chosen, Keys.from_environment(), asked)
         await asked.open()

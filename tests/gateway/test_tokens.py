@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.unit.integrations.fake_engine import serving
+from tests.unit.integrations.fake_engine import END, ROLES, serving
 
 from .engine import Engine, talkative
 from .play import playing, pushed
@@ -32,6 +34,46 @@ async def test_a_template_that_drifts(redis_url: str, run: str, mode: str, rows:
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    [
+        ("<thought>an answer", {}),  # the template drops thoughts of earlier turns
+        ("one line\nand another", {"stop": ["\n"]}),
+        ("Action: look\nObservation: a door", {"stop": ["Observation:"]}),
+        ("an answer that is cut off", {"max_tokens": 6}),
+        ("ends as the stand-in does: A", {}),
+        ("<thought>!look", {"tools": [{"type": "function", "function": {"name": "look"}}]}),
+    ],
+)
+async def test_whatever_ends_an_answer_the_next_prompt_goes_on_from_it(
+    redis_url: str, run: str, policy: str, asked: dict[str, Any]
+) -> None:
+    engine = Engine(lambda _: policy, thinks=True)
+    with serving(engine):
+        async with playing(redis_url, run, engine, mode="tokens") as gateway:
+            (rollout,) = await gateway.begin()
+            messages: list[dict[str, Any]] = []
+            for number in range(3):
+                messages.append({"role": "user", "content": f"question {number}"})
+                url = f"{rollout['base_url']}/chat/completions"
+                body = {"messages": messages, **asked}
+                status, answer, _ = await gateway.post(url, rollout["api_key"], body)
+                assert status == 200, answer
+                message = answer["choices"][0]["message"]
+                message.pop("reasoning")  # clients drop it
+                messages.append(message)
+                if calls := message.get("tool_calls"):
+                    messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "a door"})
+            assert (await gateway.end(rollout, reward=1.0))[1]["rows"] == 1
+    (found,) = pushed(redis_url, run).values()
+    assert found.sampled[0][0] == [token for _, ids, _ in engine.said for token in ids]
+    (first, sampled, _), (second, *_) = engine.said[:2]
+    ended = [*first, *sampled, *([] if sampled[-1] == END else [END])]
+    assert second[: len(ended)] == ended
+    assert second[len(ended)] in ROLES.values()
+    assert second.count(END) == ended.count(END) + (2 if "!" in policy else 1)
+
+
 async def test_each_token_has_the_version_that_sampled_it(redis_url: str, run: str) -> None:
     engine = talkative()
     assert isinstance(engine, Engine)
@@ -46,3 +88,14 @@ async def test_each_token_has_the_version_that_sampled_it(redis_url: str, run: s
     versions = [version for version, mask in zip(row["versions"], row["response_mask"], strict=True) if mask]
     half = round(len(versions) / 2)
     assert versions == [7] * half + [8] * (len(versions) - half)
+
+
+async def test_an_engine_that_is_away_at_first_is_asked_again_what_it_can_do(
+    redis_url: str, run: str
+) -> None:
+    with serving(talkative()) as engine:
+        engine.refusals[:] = [503]
+        async with playing(redis_url, run, engine, mode="auto") as gateway:
+            (rollout,) = await gateway.begin()
+            await gateway.say(rollout, "hello")
+    assert "/inference/v1/generate" in [path for path, _ in engine.requests]

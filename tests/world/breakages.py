@@ -157,7 +157,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "groups in the weights are trained on again": Mutant(
         "streamadv/batch/progress.py",
-        "return group_id in self._uncommitted or group_id in self._committed or group_id in self._returning",
+        "return known in self._uncommitted or known in self._committed or known in self._returning",
         "return False",
     ),
     "a group in hand is forgotten with its server": Mutant(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from ..joining import arguments_of
 from .events import event
 
 _STOPS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -91,11 +92,7 @@ def _parts(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     if message.get("content"):
         parts.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        try:
-            value = json.loads(arguments or "{}")
-        except ValueError:  # a policy may write anything; the agent sees what it wrote
-            value = {"arguments": arguments}
+        value = arguments_of(call["function"]["arguments"])
         parts.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": value})
     return parts
 

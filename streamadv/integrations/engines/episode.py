@@ -111,7 +111,9 @@ class Episode:
             agent: name of its author; only rows of this author are continued.
         """
         prompt = _listed(completion.prompt_ids)
-        number = self._row_of(prompt, agent)
+        number = self.row_of(prompt, agent)
+        if number is None:
+            number = self._begin_row_after(prompt, agent)
         row = self._rows[number]
         row.append(prompt[len(row.input_ids) :], 0, None, NOT_SAMPLED)
         sampled, start = _listed(completion.token_ids), len(row.input_ids)
@@ -171,12 +173,15 @@ class Episode:
             ]
         return made | fields
 
-    def _row_of(self, prompt: list[int], agent: str | None) -> int:
-        """The longest row of this author that the prompt continues; else a new one."""
+    def row_of(self, prompt_ids: Sequence[int], agent: str | None = None) -> int | None:
+        """The longest row of this author that such a prompt continues; None if it would begin another one."""
+        prompt = _listed(prompt_ids)
         mine = [number for number, row in enumerate(self._rows) if row.agent == agent]
         continued = [number for number in mine if self._rows[number].is_start_of(prompt)]
-        if continued:
-            return max(continued, key=lambda number: len(self._rows[number].input_ids))
+        return max(continued, key=lambda number: len(self._rows[number].input_ids), default=None)
+
+    def _begin_row_after(self, prompt: list[int], agent: str | None) -> int:
+        mine = [number for number, row in enumerate(self._rows) if row.agent == agent]
         if mine:
             self._note_break(prompt, mine[-1])
         self._begin_row(agent)
