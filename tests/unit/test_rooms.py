@@ -15,8 +15,8 @@ import pytest
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
     "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "tokenizer", "run", "prompts",
-    "producer", "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer", "processes",
-    "integrations", "gateway", "demo", "cli", "testing",
+    "producer", "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer",
+    "processes", "integrations", "gateway", "demo", "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where an extra is installed; all others are imported without.
 WITH_EXTRAS = (
