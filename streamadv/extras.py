@@ -31,6 +31,7 @@ EXTRAS: Final = {
     "transfer_queue": "verl",
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
+    "pyarrow": "archive",
     "tokenizers": "view",
 }
 

@@ -27,19 +27,22 @@ from ..version import __version__
 from .collectors import ArrayHistogram, Blocked, Registry, Waits
 
 #: What a stage exports: a producer, the three kinds of workers, rank 0 of the trainer, another rank, an exporter.
-Kind = Literal["producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter", "gateway"]
+Kind = Literal[
+    "producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter", "gateway", "archive"
+]
 
 #: How a group can end; any other name is counted as "other".
 OUTCOMES: Final = (
     "complete", "partial", "incomplete", "expired", "cancelled", "zero_variance", "difficulty",
-    "no_train_members", "eval", "missing_column", "stale", "oversize", "rolled_back", "other",
+    "no_train_members", "eval", "missing_column", "stale", "oversize", "rolled_back", "repeated",
+    "other",
 )  # fmt: skip
 #: Outcomes of groups that go on to a batch.
 KEPT: Final = ("complete", "partial")
 #: How a group of role eval ends.
 EVALUATED: Final = "eval"
 #: Outcomes at the naming of a batch: the group was counted as kept before.
-AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
+AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back", "repeated")
 #: Why a stage has to try again: see `store.retry.reason_of`.
 RETRY_REASONS: Final = (
     "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
@@ -409,6 +412,7 @@ _SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
     "rank": (CORRECTIONS,),
     "exporter": (),
     "gateway": (GATEWAYS,),
+    "archive": (),
 }
 
 

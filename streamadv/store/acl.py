@@ -56,6 +56,12 @@ PRODUCER: Final = Role(
         "payload": "hset persist pexpire unlink",
         "producers": "hget hset",
         "session": "hget",
+        "prompts": "hget hsetnx",
+        "prompt_ends": "xrange",
+        "prompt_state": "hget hincrby hset",
+        "prompt_entries": "hdel hget hgetall hlen hset",
+        "prompt_again": "zadd zrange zrem",
+        "prompt_given_up": "zadd zcard zrange zrem",
     },
 )
 
@@ -84,6 +90,8 @@ OBSERVER: Final = Role(
         "rollouts work scoring": "xinfo|consumers xinfo|groups xinfo|stream xlen xrange",
         "dead": "zrange zscore",
         "malformed": "xrange",
+        "prompts prompt_state prompt_entries": "hgetall",
+        "prompt_given_up": "zrange",
         "kept": "xrange",
     },
     scripts=False,

@@ -14,9 +14,9 @@ import pytest
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
-    "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "producer", "grouping",
-    "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer", "processes", "integrations",
-    "gateway", "demo", "cli", "testing",
+    "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "prompts", "producer",
+    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer", "processes",
+    "integrations", "gateway", "demo", "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where an extra is installed; all others are imported without.
 WITH_EXTRAS = (
