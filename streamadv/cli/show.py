@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from ..errors import StreamadvError
 from ..messages import printable
 from ..run import Run
+from ..run.payloads import fetch_columns
 from ..status.kept import trajectories_of
 from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
 from ..status.why import why
@@ -63,7 +64,9 @@ def show(arguments: argparse.Namespace) -> int:
             return 0
         decode = open_tokenizer(arguments.tokenizer, run.manifest.tokenizer)
         group, index = _named(run, arguments.group)
-        trajectories = [each for each in trajectories_of(run, group) if index in (None, each.rollout_index)]
+        packets = fetch_columns(run, group.packets, None, header=True)
+        found = trajectories_of(group, packets, why(group, run.manifest))
+        trajectories = [each for each in found if index in (None, each.rollout_index)]
         if arguments.json:
             for each in trajectories:
                 print(to_json(each.to_json(), inf_nan_mode="constants").decode())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from ..errors import WireError
 from ..messages import brief
@@ -81,8 +81,7 @@ def find_group(run: Run, group_id: str) -> SeenGroup | None:
     return None
 
 
-def _entries(shard: Shard, key: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    after = "-"
+def _entries(shard: Shard, key: str, after: str = "-") -> Iterator[tuple[str, dict[bytes, bytes]]]:
     while True:
         page: Any = shard.connection.scripts.xrange(key, after, "+", PAGE)
         for entry, fields in page:
@@ -121,7 +120,7 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
         b"tables": tables,
         b"scores": json.dumps(scores).encode(),
     }
-    group = _seen(shard, "open", fields)
+    group = _seen(shard.index, "open", fields)
     group.slots, group.round = as_text(stored.get(b"slots", b""), 8192), _text(stored.get(b"round"))
     group.detail = "evaluation" if role == b"eval" else ""
     return group
@@ -130,14 +129,32 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
 def _read_waiting(shard: Shard) -> Iterator[SeenGroup]:
     owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
     for entry, fields in _entries(shard, shard.keys.groups):
-        group = _seen(shard, "waiting", fields, entry)
+        group = _seen(shard.index, "waiting", fields, entry)
         group.batch = as_int(owners.get(entry.encode(), b"").partition(b"-")[0])
         yield group
 
 
 def _read_kept(shard: Shard) -> Iterator[SeenGroup]:
-    for entry, fields in _entries(shard, shard.keys.kept):
-        yield _seen(shard, "kept", fields, entry)
+    for kept in kept_entries(shard):
+        yield kept.seen()
+
+
+class KeptEntry(NamedTuple):
+    """An entry of the stream `kept` as it stands there."""
+
+    shard: int
+    id: str
+    fields: Fields
+
+    def seen(self) -> SeenGroup:
+        """Its group, as people look at it."""
+        return _seen(self.shard, "kept", self.fields, self.id)
+
+
+def kept_entries(shard: Shard, after: str = "-") -> Iterator[KeptEntry]:
+    """The entries of a shard's stream `kept`, the oldest first. after: `(<id>` = those behind this one."""
+    for entry, fields in _entries(shard, shard.keys.kept, after):
+        yield KeptEntry(shard.index, entry, fields)
 
 
 def _read_dead(shard: Shard) -> Iterator[SeenGroup]:
@@ -153,17 +170,17 @@ def _dead_group(shard: Shard, group_id: str) -> SeenGroup | None:
     if b"reason" not in stored:
         return None
     fields = {name.removeprefix(b"log:"): value for name, value in stored.items()}
-    group = _seen(shard, "dead", {**fields, b"group_id": group_id.encode()})
+    group = _seen(shard.index, "dead", {**fields, b"group_id": group_id.encode()})
     group.outcome = f"dead:{as_text(stored[b'reason'])}"
     return group
 
 
-def _seen(shard: Shard, where: Where, fields: Fields, entry: str = "") -> SeenGroup:
+def _seen(shard: int, where: Where, fields: Fields, entry: str = "") -> SeenGroup:
     """A group from the fields of its entry in a log."""
     head = dict(zip(_HEAD, fields.get(b"head", b"").split(b" ", 6), strict=False))
     group = SeenGroup(
         where,
-        shard.index,
+        shard,
         as_text(fields.get(b"group_id", b"")),
         as_text(fields.get(b"outcome") or head.get("outcome", b"")),
         size=as_count(head.get("size")),
