@@ -13,6 +13,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from . import algorithms, errors, losses, padded, weights
     from .algorithms.registry import estimator
+    from .grouping.judge import Judge
     from .grouping.scorer import Scorer
     from .grouping.unscored import UnscoredTrajectory
     from .producer.async_group import AsyncGroup, AsyncRollout
@@ -40,6 +41,7 @@ _HOMES = {
     "Column": "trajectory.schema",
     "Connection": "store.connection",
     "Group": "producer.group",
+    "Judge": "grouping.judge",
     "MicroBatch": "trainer.microbatch",
     "Producer": "producer.producer",
     "Prompts": "prompts.prompts",
@@ -71,8 +73,8 @@ _HOMES = {
 _COMPUTING = ("losses", "padded", "trainer.")
 
 __all__ = [
-    "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "MicroBatch",
-    "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Stream",
+    "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "Judge",
+    "MicroBatch", "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Stream",
     "Ticket", "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
     "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "weights",
 ]  # fmt: skip

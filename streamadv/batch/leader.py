@@ -247,6 +247,7 @@ class Leader(Session):
             batch, since = self.batches[k], tracing.now()
             commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results or ())
             traces.committed(self.run, batch, since)
+            self._candidates.committed(batch.record.groups)
             del self.batches[k]
             has_prompts = has_prompts or any(of_prompt(group.group_id) for group in batch.record.groups)
         if has_prompts:

@@ -191,6 +191,7 @@ class Admission:
     max_bytes: int
     full: list[int]  # shards without room
     paced: list[int]  # shards with their share of the groups that may be ahead of the trainer
+    unarchived: list[int]  # shards whose kept groups fill keep_bytes, and which have to wait for the archive
     groups_ahead: int
     groups_limit: int | None
     batch_groups: int | None

@@ -193,6 +193,7 @@ def admission_of(run: Run, shards: Sequence[ShardState], server: Server) -> Admi
             for number, groups in enumerate(ahead)
             if is_paced and groups >= (limit or 0) // len(shards)
         ],
+        unarchived=[number for number, shard in enumerate(shards) if _waits_for_archive(shard)],
         groups_ahead=sum(ahead),
         groups_limit=limit,
         batch_groups=batch_groups,
@@ -211,6 +212,11 @@ def _is_full(shard: ShardState, budget: int) -> bool:
     group_size = max(1, trajectories // max(1, shard.groups_logged))
     reservation = shard.reservation
     return shard.count("live_bytes") + reservation.total_bytes + group_size * reservation.slot_bytes > budget
+
+
+def _waits_for_archive(shard: ShardState) -> bool:
+    limit, _, rest = shard.trainer.get("keep", "").partition(" ")
+    return rest.endswith(" archive") and shard.count("kept_bytes") > as_count(limit)
 
 
 def read_server(run: Run) -> Server:

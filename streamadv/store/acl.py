@@ -43,7 +43,7 @@ PRODUCER: Final = Role(
         "manifest_void runs_void": "del",
         "runs": "hsetnx",
         "void": "del",
-        "group": "hget hmget hset hsetnx",
+        "group": "hdel hexists hget hlen hmget hset hsetnx",
         "open": "zadd zcard zscore",
         "groups": "xlen",
         "ended ended_before": "hget hset",

@@ -104,6 +104,10 @@ REASONS: Final[dict[str, Kind]] = {
         "batches are trained on and not committed: many since the run began, or so many that they fill max_bytes",
         "save a checkpoint every few batches, `with queue.checkpoint(folder) as path: ...`, or raise max_bytes",
     ),
+    "archive": Kind(
+        "groups that the archive has not got yet fill keep_bytes, in a run with the setting archive",
+        "start `streamadv archive --to FOLDER`, look at why it is slow, or raise keep_bytes",
+    ),
     "lost_groups_first": Kind(
         "a server came back without groups, which are admitted before new ones", "wait, or raise max_bytes"
     ),

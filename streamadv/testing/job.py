@@ -182,6 +182,10 @@ class Job:
                     break
                 continue
             members = tuple((each.group_id, each.rollout_index) for each in batch.references)
+            if wrong := [each for each in batch.references if each.reward != float(each.rollout_index)]:
+                pipeline.violate(
+                    f"P5: {wrong[0].group_id}/{wrong[0].rollout_index} has reward {wrong[0].reward}"
+                )
             self._train(rank, batch.version, members)
             self._look(batch)
             queue.trained(batch)

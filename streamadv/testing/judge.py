@@ -77,6 +77,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     )
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
+    if unknown_ended := _ended_unknown(pipeline):
+        yield f"P3: groups have ended that nobody was given: {unknown_ended[:4]}"
     yield from _kept_otherwise(pipeline, run, counters)
     if malformed := counters.get("malformed", 0):
         yield f"accounting: {malformed} entries are malformed, and only the run has written"
@@ -86,6 +88,14 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
         elif key.endswith(b":garbage"):
             yield f"accounting: {len(value)} payloads are left in {key.decode()}"
+
+
+def _ended_unknown(pipeline: Pipeline) -> list[str]:
+    """Groups with a tombstone that no producer has begun to play, where each has left and was heard."""
+    if pipeline.world.lost or any(life.process.dead or life.is_unheard for life in pipeline.lives):
+        return []
+    tombstones = pipeline.world.server.store.data.get(b"{r:0:0}:ended", {})
+    return [name.decode() for name in tombstones if name.decode() not in pipeline.groups]
 
 
 def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Iterator[str]:

@@ -356,6 +356,13 @@ class Pipeline:
             self.acknowledged.setdefault((group.id, index), []).append(Acknowledged(life, asked, now, code))
             self.world.moment()
 
+    def note_scored(self, life: Life, asked: float, group: Group, codes: Sequence[str]) -> None:
+        """The server has answered that it has the rewards of all members of a group: now it has to be trained on."""
+        if life.process.dead or not {"scored", "duplicate"}.issuperset(codes):
+            return
+        group.whole = True
+        group.scores.append(Acknowledged(life, asked, self.world.time, "scored"))
+
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""
         since = max(

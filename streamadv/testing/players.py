@@ -168,8 +168,9 @@ class Blocking(_Play):
         group = self.pipeline.plan_group(self.prefix, whole=self.pipeline.scene.scored)
         self._pushed(group, (0, 1))
         if not self.pipeline.scene.scored:
-            for index in range(2):
-                self.producer.score(group.id, index, float(index))
+            codes = [self.producer.score(group.id, index, float(index)) for index in range(2)]
+            self.producer.score(group.id, 0, 9.0)  # comes second
+            self.pipeline.note_scored(self.life, self.asked, group, codes)
 
     def do_bare(self) -> None:
         """A group without the column that the chain may need: then it becomes a dead letter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .strands import Process
@@ -73,6 +73,8 @@ class Group:
     whole: bool = True
     """Whether all its rollouts are pushed, so that it has to be trained on."""
     role: str = "train"
+    scores: list[Acknowledged] = field(default_factory=list)
+    """When its rewards had come, where its producer brings them."""
     image: bool = False
     """Whether it was begun with the columns IMAGE."""
 
