@@ -23,6 +23,7 @@ EXTRAS: Final = {
     "httpx": "engines",
     "transformers": "examples",
     "ray": "ray",
+    "tinker": "tinker",
     "accelerate": "trl",
     "trl": "trl",
     "verl": "verl",
