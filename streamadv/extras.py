@@ -29,11 +29,15 @@ EXTRAS: Final = {
     "transfer_queue": "verl",
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
+    "aiohttp": "view",
+    "jinja2": "view",
     "tokenizers": "view",
 }
 
 #: Packages that whatever computes needs.
 TO_COMPUTE: Final = ("torch", "numba")
+#: Packages that the page of `streamadv view` needs.
+TO_VIEW: Final = ("aiohttp", "jinja2")
 
 
 def remedy(*packages: str) -> str:

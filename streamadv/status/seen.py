@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from ..errors import WireError
 from ..messages import brief
@@ -61,6 +61,21 @@ class SeenGroup:
     results: Sequence[Numbers] = ()
     problem: str | None = None
     """Why its data cannot be read."""
+    entry: str = ""
+    """Of a waiting or kept group: its entry in the log."""
+
+
+class Place(Protocol):
+    """Where a group was seen."""
+
+    @property
+    def where(self) -> Where: ...
+    @property
+    def shard(self) -> int: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def group_id(self) -> str: ...
 
 
 def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
@@ -68,6 +83,22 @@ def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
     readers = {"open": _read_open, "waiting": _read_waiting, "kept": _read_kept, "dead": _read_dead}
     for shard in run.shards:
         yield from readers[where](shard)
+
+
+def read_kept_since(shard: Shard, after: str) -> tuple[str | None, Iterator[SeenGroup]]:
+    """The oldest kept entry of a shard, None without any; and the groups that were kept after the entry `after`."""
+    first: Any = shard.connection.scripts.xrange(shard.keys.kept, "-", "+", 1)
+    return (first[0][0].decode() if first else None), _read_kept(shard, f"({after}" if after else "-")
+
+
+def read_again(run: Run, group: Place) -> SeenGroup | None:
+    """The group of this place as it is now; wherever it is once it has left this place."""
+    shard = run.shards[group.shard]
+    if group.where == "kept":
+        page: Any = shard.connection.scripts.xrange(shard.keys.kept, group.entry, group.entry, 1)
+        if page:
+            return _seen(shard, "kept", page[0][1], group.entry)
+    return find_group(run, group.group_id)
 
 
 def find_group(run: Run, group_id: str) -> SeenGroup | None:
@@ -81,8 +112,7 @@ def find_group(run: Run, group_id: str) -> SeenGroup | None:
     return None
 
 
-def _entries(shard: Shard, key: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    after = "-"
+def _entries(shard: Shard, key: str, after: str = "-") -> Iterator[tuple[str, dict[bytes, bytes]]]:
     while True:
         page: Any = shard.connection.scripts.xrange(key, after, "+", PAGE)
         for entry, fields in page:
@@ -135,8 +165,8 @@ def _read_waiting(shard: Shard) -> Iterator[SeenGroup]:
         yield group
 
 
-def _read_kept(shard: Shard) -> Iterator[SeenGroup]:
-    for entry, fields in _entries(shard, shard.keys.kept):
+def _read_kept(shard: Shard, after: str = "-") -> Iterator[SeenGroup]:
+    for entry, fields in _entries(shard, shard.keys.kept, after):
         yield _seen(shard, "kept", fields, entry)
 
 
@@ -174,6 +204,7 @@ def _seen(shard: Shard, where: Where, fields: Fields, entry: str = "") -> SeenGr
         ended_ms=as_int(entry.partition("-")[0]),
         round=_text(fields.get(b"round")),
         detail=as_text(fields.get(b"detail", b""), 2000),
+        entry=entry,
     )
     if b"naming" in fields:
         k, _, drop_after = as_text(fields[b"naming"]).partition(" ")

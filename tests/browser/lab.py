@@ -1,0 +1,96 @@
+"""A run with known contents: groups of every kind, with text, advantages and late rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from streamadv.run import Run
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import group_all, housekeep, join, next_batch, producing, trajectory
+
+PROMPT: Final = "What is 17 + 25?"
+ANSWERS: Final = (
+    "I add the tens: 10 + 20 = 30, and the ones: 7 + 5 = 12. So 42.",
+    "I add the tens: 10 + 20 = 30, and the ones: 7 + 5 = 13. So 43.",
+)
+RESULT: Final = "<tool>calculator: 42</tool>\n"
+#: What a rollout may say to a browser.
+HOSTILE: Final = (
+    "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+    "</pre></textarea><a href=javascript:alert(1)>{{ 7*7 }}</a> 🙂 \x1b[31m\u202e"
+)
+SIZE: Final = 4
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """A tokenizer of bytes and of what the lab's texts repeat."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator([PROMPT, *ANSWERS, RESULT] * 4, vocab_size=400, show_progress=False)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+class Lab:
+    """Pushes and trains in this thread."""
+
+    def __init__(self, url: str, name: str, tokenizer: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.url, self.name = url, name
+        self._texts = Tokenizer.from_file(str(tokenizer))
+        self.version = 0
+        self.random = np.random.default_rng(0)
+        self.settings = {
+            "keep": {"dropped": 1.0, "trained": 1.0},
+            "zero_variance_filter": True,
+            "tokenizer": str(tokenizer),
+        }
+
+    @contextmanager
+    def working(self) -> Iterator[Lab]:
+        """With a producer and a trainer."""
+        with producing(self.url, self.name, self.settings) as self.producer:
+            self.run: Run = join(self.url, self.name)
+            housekeep(self.run)
+            self.queue = TrainerQueue(
+                self.url, self.name, chain="grpo", batch_groups=2, max_staleness=2, commit="each_batch"
+            )
+            yield self
+            self.queue.close()
+            self.run.connection.close()
+
+    def push(self, group_id: str, rewards: list[float], *, text: str | None = None, size: int | None = None,
+             tokens: int = 0, version: int | None = None) -> None:  # fmt: skip
+        """A group; short of rollouts where `size` is larger. tokens: of one long answer."""
+        said = [self._rollout(group_id, index, reward, size or len(rewards), text, tokens, version) for index, reward in enumerate(rewards)]
+        self.producer.push(said)
+        group_all(self.run)
+
+    def train(self) -> None:
+        """One batch, committed."""
+        batch = next_batch(self.queue, self.run)
+        assert batch is not None
+        self.queue.trained(batch)
+        self.version += 1
+
+    def _rollout(self, group_id: str, index: int, reward: float, size: int, text: str | None, tokens: int, version: int | None):
+        answer = ANSWERS[int(reward <= 0)] if text is None else text
+        parts = [(PROMPT, 0), ("Let me look it up.\n", 1), (RESULT, 0), (answer, 1)]
+        ids, mask = list[int](), list[int]()
+        for part, trained in parts:
+            new = self._texts.encode(part).ids
+            new = np.resize(new, tokens).tolist() if tokens and part == answer else new
+            ids, mask = ids + new, mask + [trained] * len(new)
+        log_probs = -self.random.exponential(0.4, len(ids)).astype(np.float32)
+        return trajectory(
+            group_id, index, size, input_ids=ids, response_mask=mask, reward=reward, rollout_log_probs=log_probs,
+            old_log_probs=log_probs + self.random.normal(0, 0.02, len(ids)).astype(np.float32).clip(max=-log_probs),
+            rewards={"format": 1.0}, data_source="sums", model_version=self.version if version is None else version,
+        )  # fmt: skip
