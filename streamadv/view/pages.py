@@ -50,7 +50,7 @@ def number(value: float | str | None) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    return f"{value:,}" if isinstance(value, int) or value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e9 else f"{value:.4g}"
 
 
 def ago(ms: int | None) -> str:

@@ -1,0 +1,101 @@
+"""A real Chromium without a screen, told what to do by its DevTools protocol."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+
+class Page:
+    """One page of the browser."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket, self._numbers = socket, itertools.count(1)
+        self.faults: list[str] = []  # errors of scripts, and what the page's policy refused
+
+    async def tell(self, method: str, **parameters: Any) -> Any:
+        """Send a command; its result."""
+        number = next(self._numbers)
+        await self._socket.send_json({"id": number, "method": method, "params": parameters})
+        async for message in self._socket:
+            said = message.json()
+            if said.get("id") == number:
+                assert "error" not in said, said
+                return said["result"]
+            if said.get("method") == "Runtime.exceptionThrown":
+                self.faults.append(str(said["params"]["exceptionDetails"]))
+            if said.get("method") == "Log.entryAdded" and said["params"]["entry"]["source"] == "security":
+                self.faults.append(said["params"]["entry"]["text"])
+        raise AssertionError("the browser has ended")
+
+    async def ask(self, script: str) -> Any:
+        """The value of a script."""
+        said = await self.tell("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in said, said["exceptionDetails"]
+        return said["result"].get("value")
+
+    async def until(self, script: str) -> Any:
+        """Wait until a script is true, for 20 s at most; its value."""
+        waits = f"""new Promise((done, fail) => {{ const began = Date.now(); const look = () => {{
+            const value = (() => {{ try {{ return {script} }} catch {{ return null }} }})();
+            if (value) done(value);
+            else if (Date.now() - began > 20000) done(null);
+            else setTimeout(look, 30); }}; look(); }})"""
+        value = await self.ask(waits)
+        assert value, f"never: {script}; the page says: {await self.ask('document.body.innerText')}"
+        return value
+
+    async def open(self, url: str) -> None:
+        """Go to an address; returns when it was read."""
+        await self.tell("Page.navigate", url=url)
+        await self.arrived(url)
+
+    async def arrived(self, url: str) -> None:
+        await self.until(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
+
+    async def press(self, key: str) -> None:
+        """A key of the keyboard."""
+        text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
+        for kind in ("keyDown", "keyUp"):
+            await self.tell("Input.dispatchKeyEvent", type=kind, key=key, **(text if kind == "keyDown" else {}))
+
+    async def size(self, width: int, height: int, dark: bool = False) -> None:
+        await self.tell("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.tell("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def shoot(self, file: Path) -> None:
+        """A picture of what is visible."""
+        picture = await self.tell("Page.captureScreenshot", format="png")
+        file.write_bytes(base64.b64decode(picture["data"]))
+
+
+@asynccontextmanager
+async def browsing(program: str, folder: Path) -> AsyncIterator[Page]:
+    """A page of a browser of its own. folder: for its profile."""
+    words = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+             f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"]  # fmt: skip
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if line.startswith("DevTools listening on "))
+        base = line.split()[-1].replace("ws://", "http://").partition("/devtools")[0]
+        async with aiohttp.ClientSession() as session:
+            async with session.put(f"{base}/json/new") as answer:
+                address = (await answer.json())["webSocketDebuggerUrl"]
+            async with session.ws_connect(address, max_msg_size=1 << 28) as socket:
+                page = Page(socket)
+                for domain in ("Page", "Runtime", "Log"):
+                    await page.tell(f"{domain}.enable")
+                yield page
+    finally:
+        process.terminate()
+        process.wait()
+        process.stderr.close()
