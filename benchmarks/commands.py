@@ -131,7 +131,7 @@ def _add_pipeline(kinds: Any) -> None:
         "--way",
         nargs="+",
         metavar="WAY",
-        help="push (groups begun and pushed one after another), ahead (with the next group's admission), many "
+        help="push (groups begun and pushed one after another), ahead (eight groups begun by one call), many "
         "(four groups a call) or asyncio (one trajectory a push, 256 under way), which push plain arrays; agent, "
         "agent-lists or agent-asyncio push what an agent's loop has: four steps, versions of each token, metadata, and "
         "columns as arrays of numpy's default dtypes, as lists, or one trajectory a push; default: push",

@@ -53,7 +53,7 @@ def _group_by_group(producer: Producer, groups: Sequence[Records], pace: Pace) -
 
 def _ahead(producer: Producer, groups: Sequence[Records], pace: Pace) -> None:
     pool = itertools.cycle(groups)
-    for group in producer.groups(GROUP_SIZE, ahead=1):
+    for group in producer.groups(GROUP_SIZE, ahead=7):
         moment = pace.wait_for_turn()
         group.push([_ended(record, moment) for record in next(pool)])
 

@@ -162,19 +162,18 @@ def offsets_of(labels: Tensor, count: int) -> Tensor:
     return torch.searchsorted(labels, torch.arange(count + 1, device=labels.device))
 
 
-def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None = None) -> Tensor:
+def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     """Spread `values` of a level over the trainable tokens that they belong to.
 
     Args:
       level: "row": a value per row, for its trainable tokens; "step": per step, for those of its span (the later step
         where spans overlap); "token": per token.
       values: [R], [S] or [N], real numbers on the batch's device.
-      out: [N] float32 on this device, contiguous, to hold what level "row" makes.
 
     Returns:
-      [N] float32, 0 at all other tokens; memory of its own or `out`, no gradient.
+      [N] float32, 0 at all other tokens; memory of its own, no gradient.
 
-    Raises ArgumentError for another number of values or another `out`, OptionError for an unknown level,
+    Raises ArgumentError for another number of values, OptionError for an unknown level,
     TrajectoryError if the batch lacks the column response_mask.
     """
     count = batch.count(level)
@@ -184,16 +183,10 @@ def expand(batch: PackedBatch, level: Level, values: Tensor, out: Tensor | None 
         raise ArgumentError(f"values is {kind}, needs a tensor of real numbers on {batch.device}")
     if values.shape != (count,):
         raise ArgumentError(f"values of level {level!r} have shape {tuple(values.shape)}, need ({count},)")
-    needed = ((batch.num_tokens,), torch.float32, batch.device, True)
-    if out is not None and (out.shape, out.dtype, out.device, out.is_contiguous()) != needed:
-        raise ArgumentError(
-            f"out is {out.dtype} {tuple(out.shape)} of strides {out.stride()} on {out.device}, "
-            f"needs contiguous {needed[1]} {needed[0]} on {needed[2]}"
-        )
     rounded = values.detach().to(torch.float32)
     tokens = batch.trainable_tokens
     if level == "row":
-        return tokens.spread(rounded, out)
+        return tokens.spread(rounded)
     if level == "token":
         return tokens.only(rounded)
     # Outside all spans a token's step is -1: the zero at the end.

@@ -31,15 +31,15 @@ class Trainable(NamedTuple):
         """[N]: `values` at the tokens that count, 0 elsewhere."""
         return torch.where(self.mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
-    def spread(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N] float32, in `out` if given: a row's value of `values` [R] at its tokens that count, 0 elsewhere."""
+    def spread(self, values: Tensor) -> Tensor:
+        """[N] float32: a row's value of `values` [R] at its tokens that count, 0 elsewhere."""
         if kernels.on_cpu(values):
-            result = torch.empty(len(self.mask)) if out is None else out
+            result = torch.empty(len(self.mask))
             arrays = map(kernels.as_array, (values, self.mask, self.offsets))
             kernels.spread(*arrays, result.numpy())
             return result
         on_tokens = spread(values, self.offsets, len(self.mask))
-        return torch.where(self.mask, on_tokens, torch.zeros((), device=values.device), out=out)
+        return torch.where(self.mask, on_tokens, torch.zeros((), device=values.device))
 
     def row_sum(self, values: Tensor) -> Tensor:
         """[R] float64: the sum of `values` [N] over the tokens of a row that count."""

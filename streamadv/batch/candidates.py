@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 
-from ..grouping.groups_log import LoggedGroup, Pointer, RawEntry, parse_groups, read_entries
+from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entries
 from ..run import Run
 
 
@@ -27,46 +27,35 @@ class Candidates:
         #: writes has older groups again, see "Going back in time" in docs/concepts/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
-        #: What was read behind them. Parsing many entries takes hardly longer than parsing one, so it waits.
-        self._unparsed: dict[int, list[RawEntry]] = {shard: [] for shard in self.cursors}
-        #: By shard whose log was read to its end once, whether `look_again` was not called since.
-        self._at_end: dict[int, bool] = {}
+        self._read_whole: set[int] = set()  # shards whose log was read to its end once
 
     def __len__(self) -> int:
-        return sum(map(self._count, self.cursors))
+        return sum(map(len, self._groups.values()))
 
     def __iter__(self) -> Iterator[LoggedGroup]:
-        for shard, groups in self._groups.items():
-            groups += parse_groups(self._run.keys, self._unparsed[shard])
-            self._unparsed[shard].clear()
         return heapq.merge(*self._groups.values(), key=attrgetter("position"))
 
     @property
     def has_read_all(self) -> bool:
         """Whether it has come to the end of every log, at least once."""
-        return len(self._at_end) == len(self.cursors)
-
-    def look_again(self) -> None:
-        """More groups may have come: `read_on` reads on where a log ended."""
-        self._at_end = dict.fromkeys(self._at_end, False)
+        return len(self._read_whole) == len(self.cursors)
 
     def read_on(self, limit: int) -> None:
         """Read until there are `limit` candidates of each shard, or its log ends."""
-        for shard, unparsed in self._unparsed.items():
-            while (missing := limit - self._count(shard)) > 0 and not self._at_end.get(shard):
+        for shard, groups in self._groups.items():
+            while (missing := limit - len(groups)) > 0:
                 page = read_entries(self._run, shard, self.cursors[shard], missing)
                 cursor = page[-1][1].decode() if page else self.cursors[shard]
                 new = [entry for entry in page if (*entry[:2], entry[2].get(b"group_id")) not in self._named]
-                unparsed += new  # with the cursor at once: an interrupt before it loses nothing
+                parsed = parse_groups(self._run.keys, new)
+                groups += parsed  # with the cursor at once: an interrupt before it loses nothing
                 self.cursors[shard] = cursor
                 if len(page) < missing:
-                    self._at_end[shard] = True
+                    self._read_whole.add(shard)
+                    break
 
     def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
         """Take groups off the list, which were seen on it: they were named, or dropped."""
         removed = {(group.shard, group.entry) for group in groups}
         for shard, candidates in self._groups.items():
             self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]
-
-    def _count(self, shard: int) -> int:
-        return len(self._groups[shard]) + len(self._unparsed[shard])

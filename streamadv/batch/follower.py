@@ -119,8 +119,6 @@ def _check_delivered(run: Run, progress: Progress) -> None:
 class Follower(Session):
     """Made by `join`."""
 
-    leads = False
-
     def __init__(
         self,
         run: Run,
@@ -133,10 +131,11 @@ class Follower(Session):
         super().__init__(run, settings, progress, server_ids)
         self._hold = hold
 
-    def _ask_who_has_it(self, pipe: Any) -> None:
-        ask_hold(pipe, self.run)
-
-    def _is_held(self, replies: Sequence[Any]) -> bool:
+    def has_same_servers(self) -> bool:
+        """Whether every shard is still on the server it was on, and rank 0 has the run as it was joined."""
+        replies = self._ask(lambda pipe: ask_hold(pipe, self.run))
+        if replies is None:
+            return False
         hold = as_hold(replies[0])
         if hold != self._hold._replace(committed=hold.committed):
             return False
@@ -145,6 +144,7 @@ class Follower(Session):
         return True
 
     def find(self, k: int) -> BatchRecord | None:
+        """The record of batch k, if rank 0 has named it."""
         record = find_record(self.run, k)
         if record is None and k < self._hold.committed:
             text = f"batch {k} is committed and this rank has not had it"
@@ -159,16 +159,13 @@ class Follower(Session):
         return record
 
     def waits_for(self, k: int) -> Reason:
+        """Why this rank has no batch k yet."""
         if find_record(self.run, k) is None:
             return Reason("other_rank", f"rank 0 has not named batch {k}")
         return Reason("computing", f"results of batch {k}")
 
     def has_ended(self, k: int) -> bool:
+        """Whether rank 0 has ended before batch k, and this rank has not."""
         stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.session, ["end", "ends"])
         end, ends = stored
         return end is not None and int(end) == k and int(ends) > self.progress.ends
-
-    def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
-        batch = self.batches.get(record.k)
-        if batch is not None:
-            batch.groups.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
@@ -57,32 +57,37 @@ class Leader(Session):
         """is_replaced: a server may not have heard every living producer yet."""
         super().__init__(run, settings, progress, server_ids)
         self._may_end_from = clock.now() + SETTLE_S if is_replaced else -math.inf
+        #: That it has written into the run.
         self.published_version = progress.version
+        #: Whether the last look at the groups logs came to their end, so that nothing fit for a batch follows.
+        self.has_scanned_logs = True
         self._attendance = Attendance(run)
         self._judge_due = 0.0
         named = [pointer for batch in progress.batches.values() for pointer in batch.record.groups]
         self._candidates = Candidates(run, named)
+        #: Last entry of each shard's groups log that was read.
         self.cursors = self._candidates.cursors
 
-    def _ask_who_has_it(self, pipe: Any) -> None:
-        for key in (self.run.keys.home.session, *(keys.trainer for keys in self.run.keys.shards)):
-            pipe.hget(key, "epoch")
+    def has_same_servers(self) -> bool:
+        """Whether every shard is still on the server it was on, and says there what the session has written.
 
-    def _is_held(self, replies: Sequence[Any]) -> bool:
-        """In a failover connections may lead to different servers: one was settled, another is read from now."""
-        return set(replies) == {str(self.epoch).encode()}
-
-    def _has_caught_up(self) -> bool:
-        return self._candidates.has_read_all
+        In a failover connections may lead to different servers: one was settled, another is read from now.
+        """
+        asked, run = clock.now(), self.run
+        keys = [run.keys.home.session, *(keys.trainer for keys in run.keys.shards)]
+        replies = self._ask(lambda pipe: [pipe.hget(key, "epoch") for key in keys])
+        if replies is None or set(replies) != {str(self.epoch).encode()}:
+            return False
+        self.progress.servers_confirmed(asked, self._candidates.has_read_all)
+        return True
 
     # Naming
 
-    def look_again(self) -> None:
-        self._candidates.look_again()
-
     def name_ahead(self, ended: bool, max_groups: int | None = None) -> bool:
-        if ended:  # the last groups may have come since the look before
-            self.look_again()
+        """Name every batch that may be named now, and make the shards know it. True if one is new to this session.
+
+        ended: no more groups can come, so fewer make a batch. max_groups: of a batch (default batch_groups).
+        """
         is_new = False
         for k in range(self.version, self._last_nameable + 1):
             if k not in self.batches and not self._name(k, ended, max_groups):
@@ -105,6 +110,7 @@ class Leader(Session):
             groups, has_dropped = self._choose(k, limit)
             if len(groups) >= needed or not has_dropped:
                 break
+            self._candidates.read_on(limit)
         self.has_scanned_logs = not has_dropped
         self.dropped.log(now=len(groups) >= needed)
         if len(groups) < needed:
@@ -121,7 +127,6 @@ class Leader(Session):
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:
         """Up to `limit` groups for batch k, and whether others were dropped in front of them."""
-        self._candidates.read_on(limit)
         rules = NamingRules(
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
@@ -165,6 +170,7 @@ class Leader(Session):
 
     @property
     def waits_for_groups(self) -> bool:
+        """Whether another batch may be named as soon as there are groups for it."""
         return self._last_nameable not in self.batches
 
     @property
@@ -173,6 +179,7 @@ class Leader(Session):
         return self.version + self._settings.prefetch
 
     def waits_for_marks(self, k: int) -> Reason | None:
+        """Why batch k cannot be named before the training loop marks earlier ones as trained; None if it can."""
         if k <= self._last_nameable:
             return None
         return Reason(
@@ -182,22 +189,23 @@ class Leader(Session):
         )
 
     def could_name(self, max_groups: int | None = None) -> bool:
-        self.look_again()
-        self._candidates.read_on(max_groups or self._settings.batch_groups)
-        return self.missing_fraction(max_groups) < 0
-
-    def missing_fraction(self, max_groups: int | None = None) -> float:
-        needed = min(self._settings.min_groups, max_groups or self._settings.batch_groups)
-        return (needed - len(self._candidates) - 1) / needed
+        """Read on in the groups logs: whether there are enough groups for another batch."""
+        limit = max_groups or self._settings.batch_groups
+        self._candidates.read_on(limit)
+        return len(self._candidates) >= min(self._settings.min_groups, limit)
 
     def find(self, k: int) -> BatchRecord | None:
+        """The record of batch k, if it has been named."""
         batch = self.batches.get(k)
         return None if batch is None else batch.record
 
     # Trained and committed
 
     def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
-        """First in the home shard, then in every shard's copy."""
+        """Write into the run that the batch was trained: first in the home shard, then in every shard's copy.
+
+        commits: that all up to it are in a saved checkpoint as well; `commit` does the rest.
+        """
         batch = self.batches.get(record.k) or NamedBatch(record)
         self._publish(record.k + 1, batch.living, commits)
         for group in batch.groups.values():
@@ -207,6 +215,7 @@ class Leader(Session):
         self.published_version = record.k + 1
 
     def publish_weights(self) -> None:
+        """Tell producers where the weights of the present version lie, as the progress has it."""
         self._publish(self.version, (), False)
 
     def _publish(self, version: int, trained: Sequence[Pointer], commits: bool) -> None:
@@ -222,7 +231,7 @@ class Leader(Session):
                 progress.commit(version)
 
     def commit(self, version: int) -> None:
-        """First in the run's session, then in every shard."""
+        """Commit every batch below `version`: first in the run's session, then in every shard."""
         if version > self.progress.committed:
             self.run.home.call("commit_session", [self.epoch, version])
             self.progress.commit(version)
@@ -236,16 +245,18 @@ class Leader(Session):
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
+        """Whether no batch k can come."""
         if k > self._last_nameable or not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.
         return clock.now() >= self._may_end_from and self.has_same_servers()
 
     def finish(self) -> None:
-        super().finish()
+        """Tell the producers that the trainer ends the run."""
         for shard in self.run.shards:
             shard.call("finish_run", [self.epoch])
 
     def publish_end(self, ends: int) -> None:
+        """Let the other ranks end before the next batch as well, so many times in all."""
         servers = server_text(self._server_ids)
         self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends, servers])

@@ -21,6 +21,7 @@ from ..messages import brief, first_problem
 from ..run import Run
 from ..store.keys import RunKeys
 from ..store.replies import MAX_TEXT, as_text
+from ..trajectory.columns import COLUMN_NAME
 from ..trajectory.member_table import cut_tables, read_tables
 from ..trajectory.members import NO_MEMBERS, Members, Named, Positions, offsets
 from ..trajectory.packet import StoredPacket
@@ -70,6 +71,14 @@ class GroupSums(NamedTuple):
 NO_SUMS: Final = GroupSums(0, NO_VERSION, 0, 0)
 
 
+class StoredColumns(NamedTuple):
+    """A group's own columns, as the log refers to them."""
+
+    key: str  # of their payload
+    size: int  # bytes of it
+    names: tuple[str, ...]
+
+
 @dataclass(slots=True, eq=False)
 class LoggedGroup:
     """An entry of a groups log; members sorted by rollout_index.
@@ -86,7 +95,7 @@ class LoggedGroup:
     opened_ms: int
     epoch: int
     version: int | None
-    payloads: tuple[tuple[str, int], ...]  # key and bytes of every packet
+    payloads: tuple[tuple[str, int], ...]  # key and bytes of every packet, and of the group's columns
     count: int  # of trajectories, also where the members cannot be read
     packets: Sequence[StoredPacket] = ()
     members: Members = NO_MEMBERS
@@ -95,6 +104,7 @@ class LoggedGroup:
     sums: GroupSums = NO_SUMS
     problem: str | None = None  # why the members could not be read
     malformed: bool = False  # it is no group at all
+    columns: StoredColumns | None = None  # that all members share
     trace: bytes | None = None  # context of its trace, where traces are recorded
 
     @property
@@ -174,7 +184,7 @@ def _parse_entry(
         group_id = fields[b"group_id"].decode()
         if not group_id or keys.shard_of(group_id) != shard:
             raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
-        lines = _payload_lines(fields[b"payloads"].decode(), payload_prefix)
+        lines, columns = _payload_lines(fields[b"payloads"].decode(), payload_prefix)
         head = _HEAD.fullmatch(text := as_text(fields[b"head"], MAX_HEAD))
         if head is None:
             needs = "size, count, opened at, epoch, version, outcome, data source"
@@ -193,8 +203,9 @@ def _parse_entry(
             int(opened_ms),
             int(epoch),
             int(version),
-            tuple([line[:2] for line in lines]),
+            (*(line[:2] for line in lines), *(one[:2] for one in columns)),
             count,
+            columns=columns[0] if columns else None,
         )
         return _Entry(group, lines, cut_tables(fields[b"tables"]), fields.get(b"scores", b"{}"))
     except KeyError as error:
@@ -205,15 +216,23 @@ def _parse_entry(
     return _Entry(replace(nothing, problem=problem, malformed=True))
 
 
-def _payload_lines(text: str, prefix: str) -> list[_Line]:
-    """Raises ValueError."""
-    lines = []
+def _payload_lines(text: str, prefix: str) -> tuple[list[_Line], list[StoredColumns]]:
+    """The packets, and the group's own columns if it has some. Raises ValueError."""
+    lines: list[_Line] = []
+    columns: list[StoredColumns] = []
     for line in text.split("\n"):
         key, size, epoch, mask = line.split(" ")
-        if not key.startswith(prefix) or not 0 < int(size) < 1 << 40 or mask.strip("01"):
+        names = mask.split(",") if mask.strip("01") else []
+        is_right = (
+            key.startswith(prefix) and 0 < int(size) < 1 << 40 and all(map(COLUMN_NAME.fullmatch, names))
+        )
+        if not is_right or (names and columns):
             raise ValueError("payloads is not a list of payload keys, their bytes, epochs and masks")
-        lines.append(_Line(key, int(size), int(epoch), mask))
-    return lines
+        if names:
+            columns.append(StoredColumns(key, int(size), tuple(names)))
+        else:
+            lines.append(_Line(key, int(size), int(epoch), mask))
+    return lines, columns
 
 
 # Members

@@ -7,10 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final
-
-from redis.exceptions import OutOfMemoryError
 
 from .. import clock, metrics, tracing
 from ..messages import log_fields
@@ -21,7 +18,7 @@ from ..run.kept import trim_kept
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.packets import MAX_BYTES, is_group_id, is_payload_key
-from ..store.replies import as_count, as_text, replies_of
+from ..store.replies import as_count, as_text
 from .group_traces import record_ended, traces_of_open
 from .lost_producers import LostProducers
 from .scoring_streams import pass_on_ended
@@ -101,14 +98,12 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     Several groupers may try, the script decides.
     """
     now_ms: int = shard.call("tick")
-    open_key = shard.keys.open
-    due: Any = shard.connection.scripts.zrangebyscore(open_key, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
     ids = []
-    for member in dict.fromkeys([*due, *_shorten_deadlines(run, shard, now_ms), *_without_group(shard)]):
+    for member in dict.fromkeys(_due(shard, now_ms)):
         if is_group_id(group_id := _text(member)):
             ids.append(group_id)
         else:
-            reject(shard, open_key, member, "no id of a group")
+            reject(shard, shard.keys.open, member, "no id of a group")
     ended: list[tuple[str, str]] = []
     traces, since = traces_of_open(shard, ids), tracing.now()
     while ids:
@@ -121,43 +116,24 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     return ended
 
 
-def _shorten_deadlines(run: Run, shard: Shard, now_ms: int) -> list[bytes]:
-    """Give groups whose deadline is farther than any may be the run's own. Returns them: some may be no groups.
+def _due(shard: Shard, now_ms: int) -> list[bytes]:
+    """Members of the open set whose deadline has passed, or is so far that foreign processes have written it.
 
-    Such deadlines keep a run from ending. They come from a foreign process. now_ms: by the shard's clock.
+    While the set has more members than the ledger counts, also a page of any: those without a group count in pacing, so
+    they must not stay until their deadline.
     """
-    farthest = now_ms + round(2 * MAX_DEADLINE_S * 1000)
-    scripts = shard.connection.scripts
-    beyond: Any = scripts.zrangebyscore(shard.keys.open, f"({farthest}", "+inf", start=0, num=EXPIRE_COUNT)
-    if beyond:
-        deadline = now_ms + round(run.manifest.group_deadline_s * 1000)
-        with suppress(OutOfMemoryError):  # above maxmemory: later
-            scripts.zadd(shard.keys.open, dict.fromkeys(beyond, deadline), xx=True)
-        text = "%d open groups had deadlines farther than any may be: they get the run's"
-        logger.warning(
-            text, len(beyond), extra=log_fields("deadlines_shortened", run=shard.run, role=GROUPER)
-        )
-    return list(beyond)
-
-
-def _without_group(shard: Shard) -> list[bytes]:
-    """Members of the open set that have no group, looked for while it has more of them than the ledger counts.
-
-    They count in pacing, so they must not stay until their deadline. This is a sample of a page: the next rounds find
-    what it misses.
-    """
+    open_key, farthest = shard.keys.open, now_ms + round(2 * MAX_DEADLINE_S * 1000)
     pipe = shard.connection.scripts.pipeline(transaction=False)  # MULTI is refused above maxmemory
-    pipe.zcard(shard.keys.open)
+    pipe.zrangebyscore(open_key, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
+    pipe.zrangebyscore(open_key, f"({farthest}", "+inf", start=0, num=EXPIRE_COUNT)
+    pipe.zcard(open_key)
     pipe.hget(shard.keys.ledger, "groups_open")
-    members, groups_open = pipe.execute()
-    if members <= as_count(groups_open):
-        return []
-    start = random.randrange(max(1, members - EXPIRE_COUNT + 1))
-    page: Any = shard.connection.scripts.zrange(shard.keys.open, start, start + EXPIRE_COUNT - 1)
-    pipe = shard.connection.scripts.pipeline(transaction=False)
-    for member in page:
-        pipe.hexists(shard.keys.group("").encode() + member, "head")
-    return [member for member, has_group in zip(page, replies_of(pipe), strict=True) if has_group != 1]
+    due, beyond, members, groups_open = pipe.execute()
+    page: Any = []
+    if members > as_count(groups_open):
+        start = random.randrange(max(1, members - EXPIRE_COUNT + 1))
+        page = shard.connection.scripts.zrange(open_key, start, start + EXPIRE_COUNT - 1)
+    return [*due, *beyond, *page]
 
 
 def sweep(shard: Shard) -> int:

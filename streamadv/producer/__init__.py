@@ -7,13 +7,14 @@ asyncio producer only carry the requests out. In reading order:
   and the one place where a request is sent again.
 - `logic.py`: the parts of a producer, and its heartbeat. `membership.py`: its place in the run.
 - `admission.py`: asks whether a group may begin. `replies.py`: reads the scripts' answers. `announcements.py`: waits
-  until the trainer makes room. `next_group.py`: lets a push also ask to begin the next group.
+  until the trainer makes room. `ahead.py`: begins several groups in one call.
 - `tickets.py`: the right to push a rollout. `checks.py`: checks what callers pass.
 - `slots.py`: this process's view of a group's slots. `base_group.py`, `group.py`, `async_group.py`: groups and
   rollouts. `failures.py`: why rollouts failed.
 - `records.py`: reads a plain record. `extra_columns.py`: gives extra columns the form that the run has for them.
-- `encode.py`, `push.py`: what a push sends, in slices. `resend.py`: pushes again to a server that has lost data.
-  `together.py`, `sender.py`: send several pushes in one call, from one caller or from many tasks.
+- `group_columns.py`: columns that all rollouts of a group share. `encode.py`, `push.py`: what a push sends, in slices.
+  `resend.py`: pushes again to a server that has lost data. `together.py`, `sender.py`: send several pushes in one call,
+  from one caller or from many tasks.
 """
 
 from .async_group import AsyncGroup, AsyncRollout

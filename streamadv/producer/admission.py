@@ -6,10 +6,11 @@ The script decides: `lua/lib/admit.lua`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 from .. import doors, metrics, tracing
 from ..errors import GroupEndedError
@@ -21,6 +22,7 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
+from .group_columns import ColumnsPush
 from .membership import Membership
 from .replies import (
     NO_ROOM,
@@ -36,6 +38,9 @@ from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, St
 from .resend import ResendWindow
 from .tickets import GroupSpec, PushResult, Ticket, new_group_id
 
+if TYPE_CHECKING:
+    from .ahead import Ahead
+
 logger = logging.getLogger(__name__)
 
 #: How many of a script's arguments say what the group is; the rest are producer and limits. See lua/lib/enter.lua.
@@ -46,10 +51,10 @@ ADMISSION_WAIT_S: Final = 0.005
 
 @dataclass(slots=True)
 class BeginCall:
-    """One call of `begin`: by its nonce the server knows which group it opened."""
+    """One call of `begin`: by its nonce the server knows which groups it opened."""
 
     nonce: str = field(default_factory=lambda: doors.random_bytes(8).hex())
-    wanted: bool = True  # whether the caller still waits
+    others: Sequence[str] = ()  # ids of the further groups it asks for
 
 
 class Admission:
@@ -61,30 +66,30 @@ class Admission:
         self._not_admitted = Blocked(membership.who, "not admitted", membership.run)  # of all threads, tasks
         self._has_warned_unpaced = False
         self._has_said_sizes = False
-        self._unclaimed: dict[
-            str, str
-        ] = {}  # begins to undo, whose callers no longer wait: nonce -> group id
-        self._ahead: dict[str, Ticket] = {}  # nonce -> first ticket of a group that nobody has asked for yet
+        # Begins to undo, whose callers no longer wait: (nonce, group id).
+        self._unclaimed: set[tuple[str, str]] = set()
+        self.ahead: WeakSet[Ahead] = WeakSet()  # what iterators have begun and nobody has asked for yet
 
-    def begin(self, request: GroupRequest, call: BeginCall | None = None) -> Steps[Ticket]:
-        """Admit a group and return its first ticket, waiting up to `request.timeout` seconds (None = for ever).
+    def begin(self, request: GroupRequest, call: BeginCall, count: int = 1) -> Steps[list[Ticket]]:
+        """Admit up to `count` groups and return their first tickets: one at least.
 
-        Raises Busy, also if `call` is no longer wanted, GroupEndedError, RunEndedError, TrajectoryError, SettingError.
+        Waits up to `request.timeout` seconds (None = for ever) for the first one, and not for the others. Raises Busy,
+        GroupEndedError, RunEndedError, TrajectoryError, SettingError.
         """
-        call, since = call or BeginCall(), tracing.now()
-        has_given_id = request.group_id is not None
+        since, has_given_id = tracing.now(), request.group_id is not None
         spec = self.check(request)
         yield from self._membership.reopen()
         yield from self.withdraw()
         wait = self.admission_wait(request.timeout)
         while True:
-            spec, reply = yield from self._ask_to_begin(spec, call, has_given_id)
+            spec, reply = yield from self._ask_to_begin(spec, call, has_given_id, count)
             if reply[0] in (b"ok", b"open"):
                 wait.over()
-                if self._membership.closed or not call.wanted:
-                    self.leave_unclaimed(call, spec.group_id)
+                if self._membership.closed:
+                    for group_id in (spec.group_id, *call.others):
+                        self.leave_unclaimed(call, group_id)
                     self._membership.check_open()
-                return self.traced(self.first_ticket(spec, reply), since)
+                return [self._traced(ticket, since) for ticket in self._first_tickets(spec, call, reply)]
             if reply[0] == b"ended":
                 raise GroupEndedError(
                     f"group {spec.group_id} has ended: a run has each group_id once, begin another one under another id"
@@ -99,8 +104,6 @@ class Admission:
             knows_none = reply is OUT_OF_MEMORY  # else an announcement from before would end the pause
             with metrics.wait(STAGE):
                 yield Pause(delay) if knows_none else AdmissionPause(delay, keys, announcement(reply))
-            if not call.wanted:
-                raise busy_error(reason, self._membership.run)
             spec = spec if has_given_id else spec._replace(group_id=new_group_id())
 
     def check(self, request: GroupRequest) -> GroupSpec:
@@ -111,7 +114,7 @@ class Admission:
         return check_group(request, default if request.redundancy is None else request.redundancy)
 
     def _ask_to_begin(
-        self, spec: GroupSpec, call: BeginCall, has_given_id: bool
+        self, spec: GroupSpec, call: BeginCall, has_given_id: bool, count: int
     ) -> Steps[tuple[GroupSpec, Reply]]:
         """Ask for admission once.
 
@@ -119,46 +122,54 @@ class Admission:
         """
         if spec.role != Role.EVAL:  # which nothing paces
             self._warn_if_unpaced()
-        reply = yield from self._begin(spec, call)
+        reply = yield from self._begin(spec, call, count)
         if self._membership.shards > 1 and is_over_share(reply):
             counts = yield from self._groups_ahead()
             if not has_given_id:
                 spec = spec._replace(group_id=self._new_id_in(counts.index(min(counts))))
             groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
-            reply = yield from self._begin(spec, call, groups_elsewhere)
+            reply = yield from self._begin(spec, call, count, groups_elsewhere)
         return spec, reply
 
-    def _begin(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None = None) -> Steps[Reply]:
+    def _begin(
+        self, spec: GroupSpec, call: BeginCall, count: int, groups_elsewhere: int | None = None
+    ) -> Steps[Reply]:
+        shard = self._membership.shard_of(spec.group_id)
+        call.others = [self._new_id_in(shard) for _ in range(count - 1)]
         try:
-            request = GroupCall(partial(self.begin_call, spec, call, groups_elsewhere))
+            request = GroupCall(partial(self._begin_call, spec, call, groups_elsewhere))
             reply: Reply = yield request
             while reply[0] == b"layout":  # the shard does not know how many the run has
                 yield from self._membership.confirm_layout()
                 reply = yield request
             return reply
-        except BaseException:  # also when the steps are closed: no reply has come, and the group may be open
-            self.leave_unclaimed(call, spec.group_id)
+        except BaseException:  # also when the steps are closed: no reply has come, and the groups may be open
+            for group_id in (spec.group_id, *call.others):
+                self.leave_unclaimed(call, group_id)
             raise
 
-    def begin_call(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None = None) -> ScriptCall:
-        """One attempt to open a group. groups_elsewhere: groups that count in the other shards."""
+    def _begin_call(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None) -> ScriptCall:
+        """One attempt to open groups. groups_elsewhere: groups that count in the other shards."""
         keys = self._membership.keys_of(spec.group_id)
         arguments = self._arguments(spec, self.budget_for_new(spec.group_id), groups_elsewhere)
         known = self._membership.weights
-        arguments += [call.nonce, "" if known is None else known.version]
-        return script_call("begin", keys, arguments, group=spec.group_id)
+        arguments += [call.nonce, "" if known is None else known.version, *call.others]
+        others = [keys.group(group_id) for group_id in call.others]
+        return script_call("begin", keys, arguments, group=spec.group_id, others=others)
 
-    def first_ticket(self, spec: GroupSpec, reply: Reply) -> Ticket:
-        """The ticket of slot 0 of a group that a reply of `begin` says is open."""
-        _, epoch, version, slots, slot_bytes, weights = reply
+    def _first_tickets(self, spec: GroupSpec, call: BeginCall, reply: Reply) -> list[Ticket]:
+        """The tickets of slot 0 of the groups that a reply of `begin` says are open."""
+        _, epoch, version, slots, slot_bytes, weights, others = reply
         self._membership.note_weights(weights)
         self._say_sizes(as_count(slot_bytes))
         self._membership.version = model_version = as_count(version)
         counts = (spec.size, int(slots), as_count(epoch), model_version)
         shared = (spec.data_source, dict(spec.metadata), spec.role)
-        return Ticket(spec.group_id, 0, *counts, *shared, deadline_s=spec.deadline_s, round=spec.round)
+        terms = (spec.deadline_s, spec.round, spec.columns)
+        first = Ticket(spec.group_id, 0, *counts, *shared, None, *terms)
+        return [first, *(replace(first, group_id=group_id) for group_id in call.others[:others])]
 
-    def traced(self, ticket: Ticket, since: int) -> Ticket:
+    def _traced(self, ticket: Ticket, since: int) -> Ticket:
         """The ticket with the group's trace, if traces are recorded. since: `tracing.now()` when it was asked for."""
         trace = tracing.begun(self._membership.run, ticket.group_id, ticket.group_size, since)
         return ticket if trace is None else replace(ticket, trace=trace)
@@ -166,7 +177,7 @@ class Admission:
     def call_group_script(
         self,
         spec: GroupSpec,
-        call: Callable[[list[Any]], ScriptCall | Push],
+        call: Callable[[list[Any]], ScriptCall | Push | ColumnsPush],
         budget: int | None = None,
         *,
         waits: bool = False,
@@ -230,10 +241,11 @@ class Admission:
         slot_bytes, is_new = manifest.max_trajectory_bytes, budget is not None
         if budget is None:
             budget = self._membership.max_bytes
-            slot_bytes = max(1, min(slot_bytes, budget // spec.slots))
+            slot_bytes = max(1, min(slot_bytes, (budget - spec.columns) // spec.slots))
         deadline_ms = round((spec.deadline_s or manifest.group_deadline_s) * 1000)
         role = spec.role if spec.round is None else f"{spec.role}/{spec.round}"
-        group = f"{role} {spec.size} {spec.slots} {deadline_ms} {spec.data_source or ''}"
+        columns = f"+{spec.columns}" if spec.columns else ""
+        group = f"{role} {spec.size} {spec.slots}{columns} {deadline_ms} {spec.data_source or ''}"
         pacing = (groups_elsewhere, manifest.max_staleness, manifest.batch_groups)
         limits = (slot_bytes, budget, self._membership.shards, *pacing, int(is_new))
         words = ["-" if limit is None else str(limit) for limit in limits]
@@ -253,37 +265,19 @@ class Admission:
 
     def leave_unclaimed(self, call: BeginCall, group_id: str) -> None:
         """Note that nobody waits for the group that this call may have opened: `withdraw` undoes it."""
-        self._unclaimed[call.nonce] = group_id
-
-    def keep_ahead(self, call: BeginCall, ticket: Ticket) -> None:
-        """Keep the first ticket of a group that this call has opened before anybody has asked for it."""
-        self._ahead[call.nonce] = ticket
-
-    def take_ahead(self, call: BeginCall) -> Ticket | None:
-        """The ticket that is kept for this call, once."""
-        return self._ahead.pop(call.nonce, None)
+        self._unclaimed.add((call.nonce, group_id))
 
     @property
     def unclaimed(self) -> int:
         """How many groups a call may have opened that nobody waits for."""
         return len(self._unclaimed)
 
-    def forget_ahead(self) -> None:
-        """The groups that are open ahead are those of the process that this one is a copy of."""
-        self._ahead.clear()
-
-    def leave_ahead(self) -> None:
-        """Nobody will ask for the groups that are open ahead: `withdraw` undoes them."""
-        while self._ahead:
-            nonce, ticket = self._ahead.popitem()
-            self._unclaimed[nonce] = ticket.group_id
-
     def withdraw(self) -> Steps[None]:
         """Undo the opening of groups by calls whose callers no longer wait."""
-        for nonce, group_id in list(self._unclaimed.items()):
+        for nonce, group_id in sorted(self._unclaimed):
             keys = self._membership.keys_of(group_id)
             yield script_call("withdraw", keys, [group_id, nonce], group=group_id)
-            self._unclaimed.pop(nonce, None)
+            self._unclaimed.discard((nonce, group_id))
 
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""

@@ -9,20 +9,19 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ..errors import RunEndedError, StreamadvError
-from ..store.calls import Companion, run_script_async, run_transaction_async, server_ids_async
+from ..store.calls import run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.replies import as_int
-from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
-from .admission import BeginCall
+from .ahead import Ahead
 from .announcements import AsyncAnnouncements
 from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .encode import Push
+from .group_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
-from .next_group import NextGroup
 from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .sender import Sender
 from .slots import Slots
@@ -48,7 +47,6 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
         self._idle = asyncio.Event()  # set once it is closed and no call is under way
         # Done once it is closed.
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> Self:
         """As `Producer.open`."""
@@ -89,35 +87,19 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
     def _begin(self, request: GroupRequest) -> BeginGroup:
         return BeginGroup(self._admit(request))
 
-    async def _groups(self, next_group: NextGroup, ahead: int) -> AsyncGenerator[AsyncGroup, None]:
+    async def _groups(self, ahead: Ahead) -> AsyncGenerator[AsyncGroup, None]:
         try:
             while True:
                 try:
-                    tickets = await self._drive(next_group.begin())
+                    ticket = await self._drive(ahead.begin())
                 except RunEndedError:
                     return
-                group = AsyncGroup(self, tickets)
-                group._slots.next_group = next_group if ahead else None
-                yield group
+                yield AsyncGroup(self, ticket)
         finally:
-            next_group.close()
+            ahead.leave()
 
     async def _admit(self, request: GroupRequest) -> AsyncGroup:
-        call = BeginCall()
-        beginning = asyncio.create_task(self._drive(self._logic.admission.begin(request, call)))
-        try:
-            ticket = await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            call.wanted = False
-            self._in_background(self._forget(beginning, call))
-            raise
-        return AsyncGroup(self, ticket)
-
-    async def _forget(self, beginning: asyncio.Task[Ticket], call: BeginCall) -> None:
-        """Withdraw the group of a call that nobody waits for."""
-        with suppress(StreamadvError):
-            self._logic.admission.leave_unclaimed(call, (await beginning).group_id)
-            await self._drive(self._logic.admission.withdraw())
+        return AsyncGroup(self, await self._drive(self._logic.begin(request)))
 
     async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """As `Producer.push`."""
@@ -229,40 +211,20 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
             return await self._connection.memory()
         if isinstance(request, ServerIds):
             return await server_ids_async(self._connection, request.shards)
+        if isinstance(request, ColumnsPush):
+            return await self._call(request)
         if isinstance(request, Push):
-            companion = request.companion
-            accompanying = [] if companion is None else [self._in_background(self._accompany(companion))]
-            reply = await self._sender.push(request)
-            for task in accompanying:
-                await asyncio.wait({task})
-            return reply
-        return await self._run_script(request)
+            return await self._sender.push(request)
+        return await run_script_async(self._connection.pipelined or self._connection.scripts, request)
 
-    async def _call(self, push: Push) -> Any:
+    async def _call(self, push: Push | ColumnsPush) -> Any:
         return await run_transaction_async(self._connection, *push.transaction())
-
-    async def _run_script(self, call: ScriptCall) -> Any:
-        return await run_script_async(self._connection.pipelined or self._connection.scripts, call)
-
-    async def _accompany(self, companion: Companion) -> None:
-        try:
-            companion.hear(await self._run_script(companion.call))
-        except BaseException as error:
-            companion.hear(error)
-            if not isinstance(error, Exception):
-                raise
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
 
 
 class BeginGroup(Coroutine[Any, Any, AsyncGroup]):
     """A group that is admitted when this is awaited, or when its `async with` block is entered.
 
-    If the server opens it after its caller was cancelled, it is withdrawn.
+    If the server has opened it when its caller is cancelled, it is withdrawn: with the next group, or heartbeat.
     """
 
     def __init__(self, admitting: Coroutine[Any, Any, AsyncGroup]) -> None:

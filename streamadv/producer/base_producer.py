@@ -6,12 +6,10 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from ..errors import SettingError
-from ..messages import brief
+from .ahead import Ahead
 from .checks import GroupRequest
 from .logic import ProducerLogic
 from .membership import Weights
-from .next_group import NextGroup
 
 GroupT = TypeVar("GroupT")
 GroupsT = TypeVar("GroupsT")
@@ -46,6 +44,7 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         timeout: float | None = None,
         role: str = "train",
         round: str | None = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> GroupT:
         """Admit a group of `size` rollouts of one prompt, and get its tickets.
 
@@ -66,6 +65,9 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             round: of role eval: the name of the round that the group is part of, such as "step-100", at most 200
                 characters without spaces. What a round shows stays together, whatever versions its groups were played
                 with; without a name it is split by version.
+            columns: extra columns that all rollouts of the group share, such as the images of its prompt: name -> array
+                of any shape. They are stored once, and delivered as `mb.extras[name]` for each row of the group that
+                was pushed without a column of this name. At most max_trajectory_bytes together.
 
         Raises:
             Busy: not admitted within `timeout`.
@@ -74,7 +76,9 @@ class BaseProducer(Generic[GroupT, GroupsT]):
             TrajectoryError, SettingError: a wrong argument, or a group larger than the run's whole byte budget.
         """
         return self._begin(
-            GroupRequest(size, group_id, data_source, metadata, deadline_s, redundancy, timeout, role, round)
+            GroupRequest(
+                size, group_id, data_source, metadata, deadline_s, redundancy, timeout, role, round, columns
+            )
         )
 
     #: `begin_group` for use in a with block: on leaving it, rollouts not pushed are failed.
@@ -91,25 +95,24 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         timeout: float | None = None,
         role: str = "train",
         round: str | None = None,
-        ahead: int = 1,
+        ahead: int = 0,
     ) -> GroupsT:
         """Groups until the trainer ends the run, each begun as by `begin_group` when the iterator is asked for it.
 
-        With `ahead`, the push that ends the last rollout of a group asks for the next one in the same round trip. If
-        that is refused, the push succeeds nevertheless, and the iterator waits. A group that was opened and not asked
-        for is withdrawn with the next heartbeat at the latest, once the iterator is closed or forgotten.
+        A group that was begun ahead and not asked for is withdrawn with the next heartbeat at the latest, once the
+        iterator is closed or forgotten.
 
         Args:
-            ahead: groups begun before they are asked for, 0 or 1.
+            ahead: groups begun before they are asked for, at most 63: one call begins 1 + `ahead`, as many as are
+                admitted, and the next one follows when all are taken. For loops that play several groups at once, or
+                very short ones: a group has its deadline, and counts in pacing, from its beginning on.
 
         The other arguments, and what a step raises, are those of `begin_group`.
         """
-        if ahead not in (0, 1):
-            raise SettingError(f"ahead is {brief(ahead)}, needs 0 or 1")
         request = GroupRequest(
             size, None, data_source, metadata, deadline_s, redundancy, timeout, role, round
         )
-        return self._groups(NextGroup(self._logic.admission, request), ahead)
+        return self._groups(Ahead(self._logic.admission, request, ahead))
 
     @property
     def weights(self) -> Weights | None:
@@ -123,4 +126,4 @@ class BaseProducer(Generic[GroupT, GroupsT]):
     def _begin(self, request: GroupRequest) -> GroupT: ...
 
     @abstractmethod
-    def _groups(self, next_group: NextGroup, ahead: int) -> GroupsT: ...
+    def _groups(self, ahead: Ahead) -> GroupsT: ...

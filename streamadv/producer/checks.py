@@ -16,6 +16,7 @@ from ..trajectory.checked import Checked
 from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.fields import MAX_SHORT_TEXT, is_plain
 from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
+from .group_columns import GroupColumns
 from .tickets import ANY_SLOT, GROUP_ROLES, GroupSpec, Ticket, new_group_id
 
 MAX_METADATA_BYTES: Final = 1 << 16
@@ -36,6 +37,7 @@ class GroupRequest(NamedTuple):
     timeout: float | None
     role: str = Role.TRAIN
     round: str | None = None
+    columns: Any = None  # as given, or the GroupColumns made of them
 
 
 def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
@@ -69,7 +71,10 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
     check_seconds("timeout", request.timeout, zero=True)
     slots, role = request.size + redundancy, str(request.role)
     deadline_s = None if request.deadline_s is None else float(request.deadline_s)
-    return GroupSpec(group_id, request.size, slots, source, deadline_s, role, request.round, metadata)
+    columns = request.columns.size if isinstance(request.columns, GroupColumns) else 0
+    return GroupSpec(
+        group_id, request.size, slots, source, deadline_s, role, request.round, columns, metadata
+    )
 
 
 def is_plain_group(group_id: Any, data_source: Any) -> bool:

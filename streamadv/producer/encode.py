@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, Final, NamedTuple, TypeVar
 
 from .. import doors
-from ..store.calls import Companion
 from ..store.keys import ShardKeys
 from ..store.resp import Payloads
 from ..store.scripts import ScriptCall, script_call
@@ -56,7 +55,6 @@ class Push(NamedTuple):
     scorer: str  # whose stream takes what has no reward yet; "" = the run has none
     limits: tuple[Any, ...]  # producer, and those of lua/lib/admit.lua
     groups: Sequence[GroupPush]
-    companion: Companion | None = None
 
     @property
     def lane(self) -> tuple[Any, ...]:
@@ -106,7 +104,7 @@ def join(pushes: Sequence[Push]) -> Push:
         for group in push.groups:
             packets.setdefault((group.spec, group.epoch), []).extend(group.packets)
     groups = [GroupPush(spec, epoch, merge_packets(found)) for (spec, epoch), found in packets.items()]
-    return pushes[0]._replace(groups=groups, companion=None)
+    return pushes[0]._replace(groups=groups)
 
 
 def shares(pushes: Sequence[Push], joined: Push, replies: Sequence[Reply]) -> list[list[Reply]]:

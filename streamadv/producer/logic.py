@@ -15,13 +15,15 @@ from ..run.manifest import RunSettings
 from ..store.reasons import Reason
 from ..store.retry import SERVER_ERRORS, server_reason
 from ..store.waiting import Blocked, Wait
-from .admission import Admission
+from .admission import Admission, BeginCall
+from .checks import GroupRequest
 from .failures import Failures
 from .membership import Membership, Weights
 from .push import Pushes
 from .replies import LOST_GROUPS_FIRST, NO_WEIGHTS
 from .requests import STAGE, Pause, Rest, Steps
 from .resend import ResendWindow
+from .tickets import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,21 @@ class ProducerLogic:
         yield from self.membership.join()
         yield from self._attend()
 
+    def begin(self, request: GroupRequest) -> Steps[Ticket]:
+        """`Admission.begin`, and then the group's columns if it has some."""
+        call, columns = BeginCall(), None
+        if request.columns is not None:
+            columns = yield from self.pushes.encode_columns(request.columns)
+        [ticket] = yield from self.admission.begin(request._replace(columns=columns), call)
+        if columns is None or not columns.size:
+            return ticket
+        try:
+            yield from self.pushes.bring_columns(ticket, columns)
+        except BaseException:  # nobody gets the ticket
+            self.admission.leave_unclaimed(call, ticket.group_id)
+            raise
+        return ticket
+
     def heartbeat(self) -> Steps[None]:
         """What is done every few seconds: `_attend`, and find the byte budget."""
         self.failures.log()
@@ -77,7 +94,8 @@ class ProducerLogic:
         say_open = partial(membership.send_heartbeat, "open")
         has_all = yield from self._resend.check(manifest.keys.shards, first=say_open)
         if membership.finished or membership.closed:
-            self.admission.leave_ahead()  # the server has answered what was asked before the heartbeat
+            for groups in list(self.admission.ahead):
+                groups.leave()
         yield from self.admission.withdraw()
         if has_all and membership.finished:
             yield from membership.send_heartbeat("finished")

@@ -18,13 +18,13 @@ from ..store.connection import AsyncConnection, Connection
 from ..store.replies import as_int
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
+from .ahead import Ahead
 from .announcements import Announcements
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
-from .next_group import NextGroup
 from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .resend import RESEND_WINDOW_S
 from .slots import Slots
@@ -96,7 +96,8 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
         """In a child of the process (fork), which has none of its threads, start the heartbeat again."""
         with self._calls:
             if self._heart is not None and not self._heart.is_alive() and self._logic.membership.is_forked:
-                self._logic.admission.forget_ahead()
+                for groups in list(self._logic.admission.ahead):
+                    groups.forget()
                 self._start_heart()
 
     def close(self) -> None:
@@ -126,20 +127,18 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             self._connection.close()
 
     def _begin(self, request: GroupRequest) -> Group:
-        return Group(self, self._drive(self._logic.admission.begin(request)))
+        return Group(self, self._drive(self._logic.begin(request)))
 
-    def _groups(self, next_group: NextGroup, ahead: int) -> Iterator[Group]:
+    def _groups(self, ahead: Ahead) -> Iterator[Group]:
         try:
             while True:
                 try:
-                    tickets = self._drive(next_group.begin())
+                    ticket = self._drive(ahead.begin())
                 except RunEndedError:
                     return
-                group = Group(self, tickets)
-                group._slots.next_group = next_group if ahead else None
-                yield group
+                yield Group(self, ticket)
         finally:
-            next_group.close()
+            ahead.leave()
 
     def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """Push trajectories of one group; opens an unknown group.
@@ -278,12 +277,7 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
             return self._connection.memory()
         if isinstance(request, ServerIds):
             return server_ids(self._connection, request.shards)
-        try:
-            return run_transaction(self._connection, *request.transaction(), request.companion)
-        except BaseException as error:
-            if request.companion is not None:
-                request.companion.hear(error)
-            raise
+        return run_transaction(self._connection, *request.transaction())
 
     def __enter__(self) -> Self:
         return self.open()

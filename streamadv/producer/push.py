@@ -20,6 +20,7 @@ from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .extra_columns import conform, kinds_of
+from .group_columns import ColumnsPush, GroupColumns, read_columns
 from .membership import Membership
 from .replies import NO_ROOM, cancelled_slots, push_codes, unregistered
 from .requests import Steps
@@ -36,6 +37,7 @@ class Pushes:
         self._admission = admission
         self._resend = resend
         self._again = self._send_again  # one object for all that is kept
+        self._columns_again = self._send_columns_again
 
     def push(self, trajectories: Sequence[Checked], ticket: Ticket) -> Steps[PushResult]:
         """Push trajectories of the ticket's group. Raises TrajectoryError."""
@@ -109,6 +111,36 @@ class Pushes:
             results.append(outcome)
         return results
 
+    def encode_columns(self, columns: Any) -> Steps[GroupColumns]:
+        """Columns of a group as they are stored; new names are fixed for the run. Raises TrajectoryError."""
+        checked = Checked("new", 1, 0, [read_columns(columns)])
+        [conformed] = yield from self._with_extras([checked])
+        return GroupColumns.of(conformed.rows[0], self._membership.manifest.max_trajectory_bytes)
+
+    def bring_columns(self, ticket: Ticket, columns: GroupColumns) -> Steps[PushResult]:
+        """Store the columns of the group that has just been begun."""
+        shard, spec = self._membership.shard_of(ticket.group_id), GroupSpec.of(ticket)
+        server_id = self._resend.server_of(shard)
+        result = yield from self._send_columns(spec, columns, waits=True)
+        self._resend.remember(shard, server_id, columns.size, self._columns_again, spec[:-1], tuple(columns))
+        return result
+
+    def _send_columns_again(self, spec: tuple[Any, ...], columns: tuple[Any, ...]) -> Steps[PushResult]:
+        return self._send_columns(GroupSpec(*spec), GroupColumns(*columns))
+
+    def _send_columns(self, spec: GroupSpec, columns: GroupColumns, waits: bool = False) -> Steps[PushResult]:
+        """Raises Busy, TrajectoryError."""
+        keys = self._membership.keys_of(spec.group_id)
+
+        def attempt(arguments: list[Any]) -> ColumnsPush:
+            return ColumnsPush(keys, tuple(arguments), columns)
+
+        code = b"lost"
+        while code == b"lost":
+            reply = yield from self._admission.call_group_script(spec, attempt, waits=waits)
+            code = reply[-1]
+        return PushResult([code.decode()])
+
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
         packets = ended_packets(indices, kind, ticket.role)
@@ -176,7 +208,7 @@ class Pushes:
                 codes |= yield from self._send(spec, part, epoch, budget, waits=budget is None)
                 size = sum([load_of(packet).size for packet in part])
                 kept = tuple([packet.frozen() for packet in part])
-                self._resend.remember(shard, server_id, size, self._again, spec[:7], kept, epoch)
+                self._resend.remember(shard, server_id, size, self._again, spec[:-1], kept, epoch)
             return _result(packets, codes)
 
     def _send_again(

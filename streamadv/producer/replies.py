@@ -61,9 +61,10 @@ def check_group_reply(reply: Reply, spec: GroupSpec) -> None:
     if list(reply[:2]) == [b"busy", b"group_bytes"]:
         slot_bytes, limit = int(float(reply[2])), int(float(reply[3]))
         raise SettingError(
-            f"max_bytes allows {limit} bytes a shard, one group of {spec.slots} reserves {spec.slots * slot_bytes} "
-            f"({slot_bytes} a rollout, by what the run's trajectories have needed, max_trajectory_bytes until some are "
-            f"known): raise max_bytes, or lower max_trajectory_bytes or the group size"
+            f"max_bytes allows {limit} bytes a shard, one group of {spec.slots} reserves "
+            f"{spec.slots * slot_bytes + spec.columns} ({slot_bytes} a rollout, by what the run's trajectories have "
+            f"needed, max_trajectory_bytes until some are known): raise max_bytes, or lower max_trajectory_bytes "
+            "or the group size"
         )
 
 

@@ -15,18 +15,19 @@ from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall
 from .encode import Push
+from .group_columns import ColumnsPush
 
 STAGE: Final = "producer"
 
 
 class GroupCall(NamedTuple):
-    """A call of a script that may open a group: `begin`, `push` or `cancel`.
+    """A call of a script that may open a group: `begin`, `columns`, `push` or `cancel`.
 
     `make` is called for each attempt, because the limits of admission change. Above maxmemory, where the server
     refuses these scripts, the reply is OUT_OF_MEMORY.
     """
 
-    make: Callable[[], ScriptCall | Push]
+    make: Callable[[], ScriptCall | Push | ColumnsPush]
 
 
 class Pause(NamedTuple):
@@ -60,7 +61,7 @@ class ServerIds(NamedTuple):
 
 
 T = TypeVar("T")
-Attempt = ScriptCall | Push | Pause | Rest | AdmissionPause | Memory | ServerIds
+Attempt = ScriptCall | Push | ColumnsPush | Pause | Rest | AdmissionPause | Memory | ServerIds
 Request = Attempt | GroupCall
 Steps = Generator[Request, Any, T]
 

@@ -13,7 +13,6 @@ from ..messages import brief
 from ..trajectory.schema import Trajectory
 from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
 from .logic import ProducerLogic
-from .next_group import NextGroup
 from .records import read_records
 from .requests import Steps
 from .tickets import ANY_SLOT, PushResult, Ticket
@@ -35,7 +34,6 @@ class Slots:
         self.ended: set[int] = set()
         self.cancelled: set[int] = set()  # cancelled while they may still be played here
         self.failures: dict[int, str] = {}
-        self.next_group: NextGroup | None = None  # asked for with the push that ends the last slot
 
     @classmethod
     def of_group(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
@@ -82,12 +80,8 @@ class Slots:
         """Push rollouts of the group; `ticket` fills in what a record leaves out. Without it each names its slot."""
         ticket = ticket or self._of_any_slot
         checked = read_records(records, ticket)
-        pushing = self.logic.pushes.push(checked, ticket)
-        indices = {one.rollout_index for one in checked}
-        if self.next_group is not None and indices.issuperset(self.unfinished):
-            pushing = self.next_group.with_prefetch(pushing)
-        result = yield from pushing
-        self.ended.update(indices)
+        result = yield from self.logic.pushes.push(checked, ticket)
+        self.ended.update([one.rollout_index for one in checked])
         return result
 
     def end(

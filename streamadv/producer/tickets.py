@@ -15,6 +15,7 @@ from .. import doors
 from ..errors import TrajectoryError
 from ..messages import brief, first_problem
 from ..run.manifest import MAX_DEADLINE_S
+from ..run.packets import MAX_BYTES
 from ..trajectory.fields import GroupId, RoundName, ShortText
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
 
@@ -59,13 +60,15 @@ class Ticket(_Watched):
     """Seconds from the group's opening, also if a server that has lost it opens it again; None = the run's."""
     round: RoundName | None = None
     """Of an evaluation group: the round it is part of."""
+    columns: int = 0
+    """Bytes of the group's own columns; 0 = it has none."""
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json` in the process that plays the rollout."""
         self.hand_out()
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("trace", "deadline_s", "round"):
-            if values[name] is None:
+        for name in ("trace", "deadline_s", "round", "columns"):
+            if not values[name]:
                 del values[name]
         return json.dumps(values)
 
@@ -102,6 +105,7 @@ def _of_some_group(ticket: Ticket) -> Ticket:
         "slots": (1, most),
         "epoch": (0, 2**53),
         "deadline_s": (0, MAX_DEADLINE_S),
+        "columns": (0, MAX_BYTES),
     }
     if ticket.role not in GROUP_ROLES:
         raise ValueError(f"role is {brief(ticket.role)}, needs one of {', '.join(GROUP_ROLES)}")
@@ -122,13 +126,14 @@ class GroupSpec(NamedTuple):
     deadline_s: float | None = None  # from its opening; None = the run's group_deadline_s
     role: str = Role.TRAIN
     round: str | None = None
+    columns: int = 0  # bytes of its own columns
     metadata: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def of(cls, ticket: Ticket) -> GroupSpec:
         """The group of a ticket."""
         shared = (ticket.group_id, ticket.group_size, ticket.slots, ticket.data_source)
-        return cls(*shared, ticket.deadline_s, ticket.role, ticket.round)
+        return cls(*shared, ticket.deadline_s, ticket.role, ticket.round, ticket.columns)
 
 
 class PushResult(NamedTuple):

@@ -125,6 +125,11 @@ def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
         if b"." in slots:
             slot_bytes = b"".join(head.split(b" ")[2:3]).decode(errors="backslashreplace")
             stored.unfilled[slot_bytes] += slots.count(b".")
+        columns_bytes, *where = group.get(b"columns", b"").split(b" ")
+        if where:
+            stored.refer(stored.payloads, where[0], columns_bytes, f"group {group_id}")
+        elif columns_bytes:  # the server is yet to get them
+            stored.unfilled[columns_bytes.decode(errors="backslashreplace")] += 1
         counted = _walk_packets(keys, stored, group_id, group)
         taken = [index for index, letter in enumerate(slots) if letter in b"us"]
         stored.trajectories["open"] += len(taken)

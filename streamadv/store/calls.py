@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from redis.exceptions import NoScriptError
 
@@ -13,13 +13,6 @@ from .keys import ShardKeys
 from .resp import UNREGISTERED_MS, Payloads, as_buffer
 from .retry import RETRYABLE, not_now
 from .scripts import ScriptCall, script_call
-
-
-class Companion(NamedTuple):
-    """A call that travels with a transaction, if the client can do that, and whoever hears its reply or its error."""
-
-    call: ScriptCall
-    hear: Callable[[Any], object]
 
 
 def run_script(client: Any, call: ScriptCall) -> Any:
@@ -38,27 +31,18 @@ async def run_script_async(client: Any, call: ScriptCall) -> Any:
         return await client.eval(*call.by_text)
 
 
-def run_transaction(
-    connection: Connection, payloads: Payloads, call: ScriptCall, companion: Companion | None = None
-) -> Any:
+def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
     """MULTI: write the hashes, then run `call`, whose reply is returned. Never sends a hash twice.
 
-    A server that does not know the script is sent its text: the hashes are there, or the script finds them gone. When
-    this raises, the companion may have heard nothing.
+    A server that does not know the script is sent its text: the hashes are there, or the script finds them gone.
     """
     client = connection.push
-    if isinstance(client, Client):
-        also = () if companion is None else ("EVALSHA", *companion.call.by_hash)
-        hear = None if companion is None else companion.hear
-        try:
-            return client.transact(payloads, ("EVALSHA", *call.by_hash), also, hear)
-        except NoScriptError:
-            reply = client.eval(*call.by_text)
-    else:
-        reply = _run_in_pipeline(connection, client, payloads, call)
-    if companion is not None:
-        _accompany(connection, companion)
-    return reply
+    if not isinstance(client, Client):
+        return _run_in_pipeline(connection, client, payloads, call)
+    try:
+        return client.transact(payloads, ("EVALSHA", *call.by_hash))
+    except NoScriptError:
+        return client.eval(*call.by_text)
 
 
 def _run_in_pipeline(connection: Connection, client: Any, payloads: Payloads, call: ScriptCall) -> Any:
@@ -71,14 +55,6 @@ def _run_in_pipeline(connection: Connection, client: Any, payloads: Payloads, ca
     except RETRYABLE:
         connection.note_failed_push()
         raise
-
-
-def _accompany(connection: Connection, companion: Companion) -> None:
-    try:
-        reply = run_script(connection.scripts, companion.call)
-    except Exception as error:  # for whoever hears it: the transaction has succeeded
-        reply = error
-    companion.hear(reply)
 
 
 async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:

@@ -24,7 +24,7 @@ from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from .. import doors
-from .exchange import Pool, exchange, fill, replies
+from .exchange import Pool, exchange, replies
 from .resp import Packer, Payloads, Piece, pack_transaction, texts, transaction_result
 from .retry import classified, not_now
 from .urls import Target
@@ -54,6 +54,7 @@ def _options(target: Target, retry: type[Any], socket_timeout: float, retries: i
     options = target.shared_options | {"socket_timeout": socket_timeout, "retry": retry(backoff, retries)}
     if "socket_connect_timeout" in options:
         options["socket_connect_timeout"] = min(options["socket_connect_timeout"], socket_timeout)
+    options["encoding_errors"] = "backslashreplace"  # of a refusal, which may repeat what somebody has sent
     options |= doors.client_options if retry is Retry else doors.async_client_options
     return options | (CLUSTER_OPTIONS if target.cluster else {"retry_on_error": list(SENT_AGAIN_ON)})
 
@@ -112,27 +113,9 @@ class Client(redis.Redis):
 
     attempts = 1  # at sending what goes past redis-py
 
-    def transact(
-        self,
-        payloads: Payloads,
-        call: Sequence[Any],
-        also: Sequence[Any] = (),
-        hear: Callable[[Any], object] | None = None,
-    ) -> Any:
-        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was.
-
-        also: a command that is sent behind EXEC. hear: gets its reply or its error, unless the connection breaks.
-        """
-        pieces, count = pack_transaction(payloads, call)
-        if not also:
-            return self._exchange(pieces, count, transaction_result, call)
-
-        def result_of(replies: list[Any]) -> Any:
-            if hear is not None:
-                hear(replies.pop())
-            return transaction_result(replies)
-
-        return self._exchange([*pieces, *_packed([also])], count + 1, result_of, call)
+    def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
+        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
+        return self._exchange(*pack_transaction(payloads, call), transaction_result, call)
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's client."""
@@ -182,20 +165,6 @@ class Client(redis.Redis):
                 for command, reply in zip(commands, incoming, strict=True):
                     is_refused = isinstance(reply, redis.exceptions.ResponseError)
                     yield classified(reply, command) if is_refused else reply
-        finally:
-            pool.release(connection)
-
-    def fill(self, wanted: Sequence[tuple[str, Mapping[str, memoryview]]]) -> int:
-        """Receive fields of hashes in these places, by key. Returns how many of the first hashes have come so.
-
-        In the next one a field has another size or is missing, or nothing came.
-        """
-        pool: Any = self.connection_pool
-        connection = pool.get_connection()
-        try:
-            commands: list[tuple[Any, ...]] = [("HMGET", key, *values) for key, values in wanted]
-            packed = b"".join(_packed(commands))
-            return fill(connection, [packed], [list(values.values()) for _, values in wanted])
         finally:
             pool.release(connection)
 

@@ -1,26 +1,19 @@
-"""Sends commands over redis-py's connections without redis-py's bookkeeping per command.
+"""A call and its replies over one of redis-py's connections, without redis-py's bookkeeping per command.
 
-That bookkeeping costs more than packing and sending a small call.
+That bookkeeping costs as much as packing and sending a small call.
 """
 
 from __future__ import annotations
 
 import queue
-import ssl
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Final, cast
+from collections.abc import Generator, Sequence
+from typing import Any, cast
 
-import hiredis
 import redis
 import redis.exceptions
 
-from .resp import INCOMPLETE, Piece, gathered, make_reader
+from .resp import Piece, gathered
 from .retry import classified, closed_under_way
-
-#: Most pieces in one call of sendmsg.
-MAX_PIECES: Final = 1024
-#: Bytes of one read.
-RECEIVED: Final = 64 << 10
 
 
 class _Stack:
@@ -98,108 +91,14 @@ def exchange(connection: Any, pieces: Sequence[Piece], count: int) -> list[Any]:
 def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[Any]:
     """`exchange`, giving each reply as soon as it has come. Who does not take all of them closes the iterator."""
     try:
-        if connection._sock is None:
-            connection.connect()
-        sock = _socket_of(connection)
-        _send(sock, pieces)
-        yield from _receive(sock, count, _reader_of(connection))
-    except BaseException as error:  # after an interrupt too: what is not read yet would answer another call
+        connection.send_packed_command(gathered(pieces), check_health=False)
+        for _ in range(count):
+            try:
+                reply = connection.read_response()
+            except redis.exceptions.ResponseError as refusal:
+                reply = refusal
+            yield reply
+    except BaseException:  # after an interrupt too: what is not read yet would answer another call
         connection.disconnect()
-        connection.streamadv_reader = None
-        if isinstance(error, TimeoutError):
-            raise redis.exceptions.TimeoutError(f"no reply: {error}") from error
-        if isinstance(error, OSError):
-            raise redis.exceptions.ConnectionError(f"connection lost: {error}") from error
         with closed_under_way():
             raise
-
-
-def fill(connection: Any, pieces: Sequence[Piece], replies: Sequence[Sequence[memoryview]]) -> int:
-    """Send commands whose replies are lists of values of known sizes, and receive each value in its place.
-
-    A parser copies a value on its way from the socket. Returns how many of the first replies have come so; after those
-    another reply came, or none, and their values may hold anything.
-    """
-    filled = 0
-    try:
-        sock = _socket_of(connection)
-        _send(sock, pieces)
-        while filled < len(replies) and _received(sock, replies[filled]):
-            filled += 1
-    except (OSError, redis.exceptions.ConnectionError):
-        pass
-    finally:
-        if filled < len(replies):  # there may be a reply that nobody has read
-            connection.disconnect()
-    return filled
-
-
-def _socket_of(connection: Any) -> Any:
-    """The socket of an open connection. Raises redis' ConnectionError if another thread has closed it meanwhile."""
-    if (sock := connection._sock) is None:
-        raise redis.exceptions.ConnectionError("connection closed meanwhile")
-    return sock
-
-
-def _received(sock: Any, values: Sequence[memoryview]) -> bool:
-    """Receive a list of values in their places. False for another reply. Raises OSError for a closed connection."""
-    heads = [b"\r\n$%d\r\n" % len(value) for value in values]
-    heads[0] = b"*%d" % len(values) + heads[0]
-    expected = b"".join([*heads, b"\r\n"])
-    frame = bytearray(expected)  # what stands around the values: as expected where nothing has come yet
-    view, at = memoryview(frame), 0
-    places: list[memoryview] = []
-    for head, value in zip(heads, values, strict=True):
-        places += (view[at : at + len(head)], value)
-        at += len(head)
-    places.append(view[at:])
-    missing = len(frame) + sum(map(len, values))
-    while missing:
-        count = sock.recv_into(places[0]) if isinstance(sock, ssl.SSLSocket) else sock.recvmsg_into(places)[0]
-        if not count:
-            raise ConnectionResetError
-        if frame != expected:
-            return False
-        missing -= count
-        while missing and count >= len(places[0]):
-            count -= len(places.pop(0))
-        if missing and count:
-            places[0] = places[0][count:]
-    return True
-
-
-def _send(sock: Any, pieces: Sequence[Piece]) -> None:
-    """Send pieces from where they lie, as far as the kernel takes them at once."""
-    sent = 0 if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(pieces[:MAX_PIECES])
-    if sent == sum(map(len, pieces)):
-        return
-    rest = []
-    for piece in pieces:
-        if sent < len(piece):
-            rest.append(memoryview(piece)[sent:])
-        sent = max(0, sent - len(piece))
-    for chunk in gathered(rest):
-        sock.sendall(chunk)
-
-
-def _reader_of(connection: Any) -> hiredis.Reader:
-    """The connection's own reader, which is empty between two calls: making one takes longer than a small call."""
-    reader: hiredis.Reader | None = getattr(connection, "streamadv_reader", None)
-    if reader is None:
-        reader = connection.streamadv_reader = make_reader(connection._parser.parse_error)
-    return reader
-
-
-def _receive(sock: Any, count: int, reader: hiredis.Reader) -> Iterator[Any]:
-    while count:
-        reply = reader.gets()
-        if reply is INCOMPLETE:
-            data = sock.recv(RECEIVED)
-            if not data:
-                raise redis.exceptions.ConnectionError("connection closed by the server")
-            reader.feed(data)
-        elif isinstance(reply, redis.exceptions.ConnectionError):  # the server is loading its data
-            raise reply
-        else:
-            count -= 1
-            yield reply

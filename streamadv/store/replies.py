@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from typing import Any, Final
 
@@ -34,14 +34,6 @@ def read_hashes(client: Any, commands: Sequence[Sequence[Any]]) -> Generator[Any
         for command in commands[count:]:
             pipe.execute_command(*command)
         yield from replies_of(pipe)
-
-
-def fill(client: Any, wanted: Sequence[tuple[str, Mapping[str, memoryview]]]) -> int:
-    """Receive fields of hashes in these places, by key. Returns how many of the first hashes have come so.
-
-    What else is wanted may hold anything.
-    """
-    return client.fill(wanted) if isinstance(client, Client) else 0
 
 
 def _of_hash(reply: Any) -> Any:

@@ -16,8 +16,9 @@ The script finds its keys in the Lua table `keys` (`keys.trainer`), a list among
 - `(outputs: output ...)` is declared for the server only: the script knows these keys by its arguments. A list before
   them has them at its end too.
 - A `void` at the start, which never exists, is deleted before anything else. Over `maxmemory` a server refuses a script
-  whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`). With a
-  key `kept` the script asks before that whether there is memory, by a write that changes nothing: `has_memory`.
+  whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`,
+  `columns`). With a key `kept` the script asks before that whether there is memory, by a write that changes
+  nothing: `has_memory`.
 - `fenced by trainer`: the first argument is the caller's epoch. When the hash `keys.trainer` has a higher one, the
   script changes nothing and `Shard.call` raises EpochFencedError.
 

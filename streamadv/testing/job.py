@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import BatchLostError, CheckpointError, EpochFencedError, StarvedError
+from ..trainer.microbatch import Batch
 from ..trainer.queue import TrainerQueue
 from .excuses import must_train
 from .scene import RUN, Life, Place
@@ -178,12 +179,24 @@ class Job:
                 continue
             members = tuple((each.group_id, each.rollout_index) for each in batch.references)
             self._train(rank, batch.version, members)
+            self._look(batch)
             queue.trained(batch)
             if (batch.version + 1) % scene.save_every == 0:
                 self._save(queue, rank)
         pipeline.closing_at = pipeline.world.time
         self._save(queue, rank)
         pipeline.ended |= not rank
+
+    def _look(self, batch: Batch) -> None:
+        """Rows of groups that were begun with an image have it."""
+        for mb in batch:
+            images = mb.extras.get("image", [None] * mb.num_rows)
+            for reference, image in zip(mb.references, images, strict=True):
+                group = self.pipeline.groups.get(reference.group_id)
+                if group is not None and group.image != (image is not None):
+                    self.pipeline.violate(
+                        f"P1: group {group.id} was begun with image={group.image}, not so trained"
+                    )
 
     def _save(self, queue: TrainerQueue, rank: int) -> None:
         if self.pipeline.scene.folder and not self.pipeline.scene.each_batch:

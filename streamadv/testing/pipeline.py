@@ -29,7 +29,7 @@ from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
 from ..status import watchdog
 from ..store.retry import RETRYABLE
-from ..trainer import checkpoints, heartbeat, supply, together
+from ..trainer import checkpoints, heartbeat, loop, together
 from .excuses import is_quiet, lost_for_good, nobody_knew
 from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
@@ -57,7 +57,7 @@ POLLS: Final = (
     (housekeeping, "HOUSEKEEPING_SLICE_S", 0.5),
     (consumer, "BLOCK_MS", 6000),
     (worker, "POLL_S", 10.0),
-    (supply, "BLOCK_MS", 6000),
+    (loop, "BLOCK_MS", 6000),
     (watchdog, "LOOK_S", 30.0),
     (heartbeat, "LOOK_S", 4.0),
 )

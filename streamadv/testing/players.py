@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Of one operation that nobody paces.
 MOST_GROUPS: Final = 8
+#: Columns of some groups.
+IMAGE: Final = {"image": [[1, 2], [3, 4]]}
 
 
 class _Play:
@@ -121,7 +123,7 @@ class Blocking(_Play):
 
     def do_groups(self) -> None:
         """Two groups, the second one begun ahead."""
-        for number, begun in enumerate(self.producer.groups(2)):
+        for number, begun in enumerate(self.producer.groups(2, ahead=1)):
             # It was opened at some time since it was asked for: the reply may have been long under way.
             group = self.pipeline.plan_group(begun.group_id, begun=self.asked)
             for rollout in begun:
@@ -244,7 +246,7 @@ class Asyncio(_Play):
 
     async def _iterate(self) -> None:
         left = MOST_GROUPS
-        async for begun in self.producer.groups(2):
+        async for begun in self.producer.groups(2, ahead=2):
             group = self.pipeline.plan_group(begun.group_id, whole=False)
             await self._push_all(group, begun)
             left -= 1

@@ -73,6 +73,8 @@ class Group:
     whole: bool = True
     """Whether all its rollouts are pushed, so that it has to be trained on."""
     role: str = "train"
+    image: bool = False
+    """Whether it was begun with the columns IMAGE."""
 
     @property
     def places(self) -> list[Place]:

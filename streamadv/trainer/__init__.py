@@ -2,15 +2,15 @@
 
 In reading order:
 
-- `queue.py`: the object that a training loop uses. `supply.py`: waits for the next batch. `marks.py`: what the loop
-  reports, trained and committed. `arguments.py`: checks of the queue's arguments.
-- `reader.py`: one rank's work for one batch. `results_log.py` reads results; `plan.py` shares rows among ranks and
-  micro-batches; `fetch.py` reads packets, also ahead, into `memory.py`; `delivery.py` takes the five steps from
-  computed to delivered, with `late_columns.py` and `cut.py`.
+- `queue.py`: the object that a training loop uses. `arguments.py`: checks of its arguments.
+- `loop.py`: waits for the next batch and hands it out. `session.py`: a rank's trainer sessions, and what the loop
+  reports. `heartbeat.py`: its heartbeat.
+- `collect.py`: one rank's work for one batch. `plan.py` shares rows among ranks and micro-batches; `fetch.py` reads
+  packets, also ahead; `delivery.py` takes the five steps from computed to delivered, with
+  `late_columns.py` and `cut.py`.
 - `microbatch.py`, `prompt_response.py`, `columns.py`: what the loop receives. `references.py`, `delivered.py`: single
   trajectories on request. `report.py`: the metrics of a batch.
 - `checkpoints.py`: saves what the loop has learned; `together.py` does it on all ranks.
-- `sessions.py`: a rank's trainer session. `heartbeat.py`: its heartbeat. `patience.py`, `wait.py`: how it waits.
 """
 
 from .. import extras

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 import torch
@@ -28,11 +27,8 @@ from .cut import RowExtras, cut
 from .delivered import delivered
 from .fetch import FetchedShare, Problems, fetch, fetch_outputs
 from .late_columns import LateColumn, make_late_columns
-from .memory import ColumnMemory
 from .microbatch import Batch, as_indices
 from .plan import Rank, Share, share_of
-
-FLOATS: Final = np.dtype("<f4")
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
 
@@ -67,7 +63,6 @@ def deliver(
     computed: ComputedBatch,
     rank: Rank,
     late: Mapping[str, LateColumn],
-    memory: ColumnMemory,
     ahead: FetchedShare | None,
 ) -> Batch:
     """One rank's part of a batch.
@@ -81,9 +76,9 @@ def deliver(
         share = ahead.share
     else:
         share = share_of(computed.layout, budget, rank, left_out, record.keep_groups)
-    fetched = fetch(run, share, memory, ahead)
-    outputs = fetch_outputs(run, computed.results, share, memory)
-    packed = _pack(computed.results, fetched, outputs, rank.device, memory)
+    fetched = fetch(run, share, rank.device, ahead)
+    outputs = fetch_outputs(run, computed.results, share, rank.device)
+    packed = _pack(computed.results, fetched, outputs, rank.device)
     packed, late_metrics = _run_late_part(computed, packed, late, rank.world_size)
     return _cut(computed, packed, late_metrics)
 
@@ -96,7 +91,6 @@ def _pack(
     fetched: FetchedShare,
     outputs: Mapping[str, Tensor],
     device: torch.device,
-    memory: ColumnMemory,
 ) -> PackedShare:
     """The share end to end, with every known column that all have. Raises UndecodableGroupError for wrong results."""
     share = fetched.share
@@ -118,9 +112,9 @@ def _pack(
     if len(share.trained):
         if "response_mask" in outputs:  # the workers have narrowed it
             batch = replace(batch, given_mask=known["response_mask"].to(device))
-        per_token, suspect = _results_per_token(batch, results, share, memory)
+        per_token, suspect = _results_per_token(batch, results, share)
         _check_finite(batch, share, suspect, outputs)
-    indices = as_indices(batch.columns, memory)
+    indices = as_indices(batch.columns)
     extras = {
         name: column for name, column in extras.items() if name not in batch.columns
     }  # a worker has made it
@@ -131,7 +125,7 @@ def _pack(
 
 
 def _results_per_token(
-    batch: PackedBatch, results: BatchResults, share: Share, memory: ColumnMemory
+    batch: PackedBatch, results: BatchResults, share: Share
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The workers' advantages and returns, [N] each; and those that may hold what is not finite."""
     per_token: dict[str, Tensor] = {}
@@ -140,8 +134,7 @@ def _results_per_token(
         if name in results.names:
             numbers = results.numbers(name, share.positions)
             values = torch.from_numpy(numbers).to(batch.device)
-            place = memory.column(batch.num_tokens, FLOATS) if values.is_cpu else None
-            per_token[name] = expand(batch, results.level, values, place)
+            per_token[name] = expand(batch, results.level, values)
             if not np.isfinite(numbers).all():
                 suspect[name] = per_token[name]
         elif name in results.columns:

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from .. import doors
 from ..advantage.results import BatchResults
+from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import StreamadvError, UndecodableGroupError, WireError
+from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.payloads import fetch_replies, know_columns, slices, split_reply
-from ..store.replies import fill
+from ..run.payloads import fetch_replies, know_columns, split_reply
 from ..store.retry import SERVER_ERRORS
 from ..trajectory.columns import (
     HEADER,
@@ -39,16 +40,15 @@ from ..trajectory.columns import (
 )
 from ..trajectory.members import Members, offsets
 from ..trajectory.packet import (
-    MAX_PACKET_BYTES,
     ColumnKind,
     StoredPacket,
     check_column,
     column_kind,
     decode_column,
+    decode_entries,
     sized,
 )
 from ..trajectory.payload import parse_header
-from .memory import ColumnMemory
 from .plan import Rank, Share, share_of
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class FetchedShare:
     come, and a packet that lacks one leaves 0. What else a packet has stays as it came.
     """
 
-    def __init__(self, run: Run, share: Share, memory: ColumnMemory) -> None:
+    def __init__(self, run: Run, share: Share, device: torch.device) -> None:
         """Raises UndecodableGroupError for packets that announce more than their bytes."""
         self.share = share
         self.columns: dict[str, Tensor] = {}  # name -> [N, ...] on the host
@@ -74,6 +74,8 @@ class FetchedShare:
         self.headers: dict[int, bytes] = {}  # likewise
         self._pieces, self._tokens = share.own.pieces(), share.own.packet_tokens
         self.missing = list(self._pieces)  # packets that are yet to be read
+        #: Columns of groups, by their numbers in the layout.
+        self.of_groups: dict[int, dict[str, Array]] = {}
         known, common = _kinds(run, share)
         #: Columns that a part of the batch lacks, on whatever rank.
         self.optional = frozenset(known.keys() - common)
@@ -82,7 +84,7 @@ class FetchedShare:
         self._widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
         self._check_sizes()
         for name, kind in kinds.items():
-            column = memory.column(share.own.num_tokens, kind.dtype, kind.shape)
+            column = empty_column(share.own.num_tokens, kind.dtype, device, kind.shape)
             self.columns[name] = column.zero_() if name in self.optional else column
         #: Where the columns' bytes go, and bytes of a token.
         self._places = {
@@ -105,9 +107,8 @@ class FetchedShare:
         due = self.missing
         sizes = accumulate(self.share.own.packets[number].size for number in due)
         due = due[: len(due) if max_bytes is None else sum(size <= max_bytes for size in sizes)]
-        read = self._fill(run, due, stop)
-        numbers = [number for number in due if number not in read]
-        packets = [self.share.own.packets[number] for number in numbers]
+        read = set[int]()
+        packets = [self.share.own.packets[number] for number in due]
         problems: Problems = {}
         fields = {packet.columns: _fields(packet.columns) for packet in packets}
         replies = fetch_replies(
@@ -117,7 +118,7 @@ class FetchedShare:
             [fields[packet.columns] for packet in packets],
         )
         with closing(replies):
-            for reply, number in zip(replies, numbers, strict=True):
+            for reply, number in zip(replies, due, strict=True):
                 try:
                     self._take(run, number, reply)
                     read.add(number)
@@ -126,6 +127,37 @@ class FetchedShare:
                 if stop.is_set():
                     break
         self.missing = [number for number in self.missing if number not in read]
+        return (
+            problems
+            if self.missing or stop.is_set()
+            else problems | self._read_columns_of_groups(run, max_bytes)
+        )
+
+    def _read_columns_of_groups(self, run: Run, max_bytes: int | None) -> Problems:
+        """Read what is yet to be read, unless that is more than `max_bytes`."""
+        own, problems = self.share.own, dict[tuple[str, int], str]()
+        due = [
+            (number, columns)
+            for number in np.unique(own.group).tolist()
+            if number not in self.of_groups and (columns := own.groups[number].columns) is not None
+        ]
+        if sum(columns.size for _, columns in due) > (math.inf if max_bytes is None else max_bytes):
+            return problems
+        replies = fetch_replies(
+            run,
+            [columns.key for _, columns in due],
+            [columns.size for _, columns in due],
+            [[name.encode() for name in columns.names] for _, columns in due],
+        )
+        for (number, columns), reply in zip(due, replies, strict=True):
+            try:
+                raw = split_reply(reply, header=False)[1]
+                self.of_groups[number] = {
+                    name: decode_entries(name, value, run.manifest.columns)
+                    for name, value in zip(columns.names, raw, strict=True)
+                }
+            except WireError as error:
+                problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
         return problems
 
     def check(self) -> Problems:
@@ -155,19 +187,23 @@ class FetchedShare:
     def has(self) -> dict[str, Tensor]:
         """Of each optional column: [rows of the share] bool, which rows have it."""
         own = self.share.own
-        packet = np.repeat(own.packet, own.members.table["rows"])
+        packet, group = (np.repeat(of, own.members.table["rows"]) for of in (own.packet, own.group))
         found = {}
         for name in sorted(self.optional):
             packets_with = np.array([name in each.columns for each in own.packets], np.bool_)
-            found[name] = torch.from_numpy(packets_with[packet])
+            groups_with = np.array([name in _names_of(each) for each in own.groups], np.bool_)
+            found[name] = torch.from_numpy(packets_with[packet] | groups_with[group])
         return found
 
     def row_extras(self) -> dict[str, list[Array | None]]:
         """Columns not per token: name -> an array for each row of the share, None where it was pushed without."""
         own, extras = self.share.own, {name: list[Array | None]() for name in self._row_extras}
         for name, arrays in extras.items():
-            for number, position in zip(own.packet.tolist(), own.position.tolist(), strict=True):
-                arrays += rows_of(own.packets[number], name, self.others[number].get(name), position)
+            of_members = zip(own.packet.tolist(), own.position.tolist(), own.group.tolist(), strict=True)
+            for number, position, group in of_members:
+                rows = rows_of(own.packets[number], name, self.others[number].get(name), position)
+                of_group = self.of_groups.get(group, {}).get(name)
+                arrays += rows if name in self.others[number] else [of_group] * len(rows)
         return extras
 
     def _check_sizes(self) -> None:
@@ -179,50 +215,10 @@ class FetchedShare:
         if problems:
             raise UndecodableGroupError(problems)
 
-    def _fill(self, run: Run, due: Sequence[int], stop: threading.Event) -> set[int]:
-        """Receive packets' columns where they belong. Returns those of the packets that are plain, and have come."""
-        packets, read = self.share.own.packets, set[int]()
-        plain = [number for number in due if self._is_plain(number)]
-        for part in slices([packets[number].size for number in plain]):
-            if stop.is_set():
-                break
-            headers = {number: bytearray(self._header_size(number)) for number in plain[part]}
-            wanted = [
-                (packets[number].key, {**self._columns_of(number), "header": memoryview(header)})
-                for number, header in headers.items()
-            ]
-            for number in plain[part][: fill(run.connection.scripts, wanted)]:
-                with suppress(WireError):  # which the ordinary way reports
-                    header = bytes(headers[number])
-                    parse_header(header, packets[number].members)
-                    self.others[number], self.headers[number] = {}, header
-                    read.add(number)
-        return read
-
-    def _is_plain(self, number: int) -> bool:
-        """Whether a packet has columns per token alone, and its members lie together."""
-        start, stop, _ = self._pieces[number][0]
-        has_place = self._places.keys() >= set(self.share.own.packets[number].columns)
-        return (
-            has_place
-            and stop - start == self._tokens[number]
-            and 0 < self._header_size(number) <= MAX_PACKET_BYTES
-        )
-
-    def _header_size(self, number: int) -> int:
-        """Bytes of a plain packet beside its columns."""
-        return self.share.own.packets[number].size - self._bytes_of_columns(number)
-
     def _bytes_of_columns(self, number: int) -> int:
         """Of a packet's columns per token."""
         names = self.share.own.packets[number].columns
         return self._tokens[number] * sum(self._widths.get(name, 0) for name in names)
-
-    def _columns_of(self, number: int) -> dict[str, memoryview]:
-        """Where the columns of a plain packet belong."""
-        (start, stop, _), places = self._pieces[number][0], self._places
-        names = self.share.own.packets[number].columns
-        return {name: places[name][0][start * places[name][1] : stop * places[name][1]] for name in names}
 
     def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
         """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
@@ -255,9 +251,9 @@ class FetchedShare:
         return {(group_id, index): f"rollout {index}: {text}" for group_id, index in identities}
 
 
-def fetch(run: Run, share: Share, memory: ColumnMemory, ahead: FetchedShare | None) -> FetchedShare:
+def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
     """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
-    fetched = ahead if ahead is not None and ahead.is_of(share) else FetchedShare(run, share, memory)
+    fetched = ahead if ahead is not None and ahead.is_of(share) else FetchedShare(run, share, device)
     problems = fetched.read(run)
     problems |= fetched.check()
     if problems:
@@ -265,19 +261,15 @@ def fetch(run: Run, share: Share, memory: ColumnMemory, ahead: FetchedShare | No
     return fetched
 
 
-def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnMemory) -> dict[str, Tensor]:
+def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.device) -> dict[str, Tensor]:
     """The workers' results per token, [N] each on the host. Raises UndecodableGroupError."""
     own = share.own
     dtypes = {name: KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name] for name in results.columns}
-    columns = {name: memory.column(own.num_tokens, dtype) for name, dtype in dtypes.items()}
+    columns = {name: empty_column(own.num_tokens, dtype, device) for name, dtype in dtypes.items()}
     places = {name: column.numpy() for name, column in columns.items()}
     problems: Problems = {}
     for number, pieces in (results.pieces(share.positions) if columns else {}).items():
         key, tokens = results.results[number].output, results.num_tokens[number]
-        start, stop, _ = pieces[0]
-        values = {name: _bytes_of(column[start:stop]) for name, column in columns.items()}
-        if stop - start == tokens and fill(run.connection.scripts, [(key, values)]):
-            continue
         size = tokens * sum(dtype.itemsize for dtype in dtypes.values())
         [reply] = fetch_replies(run, [key], [size], [[name.encode() for name in dtypes]])
         for (name, dtype), raw in zip(dtypes.items(), reply or [None] * len(dtypes), strict=True):
@@ -306,16 +298,14 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, memory: ColumnM
 class ReadAhead:
     """A thread that fetches the payloads of one batch, from now on."""
 
-    def __init__(
-        self, run: Run, record: BatchRecord, layout: Layout, rank: Rank, memory: ColumnMemory
-    ) -> None:
+    def __init__(self, run: Run, record: BatchRecord, layout: Layout, rank: Rank) -> None:
         self.batch = record.id
         self._run = run
         self._stopped = doors.Event()
         self._fetched: FetchedShare | None = None
         self._error: BaseException | None = None
         self._thread = doors.Thread(
-            target=self._fetch, args=(layout, record, rank, memory), name="streamadv-read-ahead", daemon=True
+            target=self._fetch, args=(layout, record, rank), name="streamadv-read-ahead", daemon=True
         )
         self._thread.start()
 
@@ -330,11 +320,11 @@ class ReadAhead:
         """Fetch no more. Does not wait for a server that does not answer."""
         self._stopped.set()
 
-    def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank, memory: ColumnMemory) -> None:
+    def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank) -> None:
         try:
             budget = record.tokens_per_micro_batch
             share = share_of(layout, budget, rank, keep_groups=record.keep_groups)
-            self._fetched = FetchedShare(self._run, share, memory)
+            self._fetched = FetchedShare(self._run, share, rank.device)
             self._fetched.read(self._run, MAX_BYTES, self._stopped)
             self._fetched.check()
         except (StreamadvError, *SERVER_ERRORS) as error:
@@ -346,14 +336,25 @@ class ReadAhead:
 
 def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
     """Columns that trajectories trained on were pushed with, on whatever rank they are; and those that all have."""
-    packets = [share.trained.packets[number] for number in np.unique(share.trained.packet).tolist()]
-    names = [set(columns) for columns in {packet.columns for packet in packets}]
+    trained = share.trained
+    numbers, first = np.unique(trained.packet, return_index=True)
+    pairs = zip(numbers.tolist(), trained.group[first].tolist(), strict=True)
+    names = [
+        {*columns, *of_group}
+        for columns, of_group in {
+            (trained.packets[number].columns, _names_of(trained.groups[group])) for number, group in pairs
+        }
+    ]
     know_columns(run, names)
     kinds = {}
     for name in sorted(set().union(*names)):
         with suppress(WireError):  # each packet with such a column will be refused
             kinds[name] = column_kind(name, run.manifest.columns)
     return kinds, set.intersection(*names) if names else set()
+
+
+def _names_of(group: LoggedGroup) -> tuple[str, ...]:
+    return group.columns.names if group.columns is not None else ()
 
 
 def _bytes_of(column: Tensor) -> memoryview:

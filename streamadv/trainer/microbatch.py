@@ -17,7 +17,6 @@ from ..trajectory.payload import Payload, payload_trajectory
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Trajectory
 from .columns import Columns
-from .memory import ColumnMemory
 from .prompt_response import PromptResponse, prompt_response
 from .references import References
 
@@ -153,11 +152,11 @@ class MicroBatch(Columns):
         return prompt_response(self, pad_id)
 
 
-def as_indices(columns: Mapping[str, Tensor], memory: ColumnMemory) -> dict[str, Tensor]:
-    """`input_ids` as int64, in `memory`, and `response_mask` as bool: torch refuses, or misreads, int32 and uint8."""
+def as_indices(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`input_ids` as int64 and `response_mask` as bool: torch refuses, or misreads, int32 and uint8."""
     indices = {}
     if "input_ids" in columns:
-        indices["input_ids"] = memory.copy_of(columns["input_ids"], torch.int64)
+        indices["input_ids"] = columns["input_ids"].to(torch.int64, copy=True)
     if "response_mask" in columns:
         indices["response_mask"] = columns["response_mask"].view(
             torch.bool

@@ -16,16 +16,14 @@ from typing import Any, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .. import doors, metrics
+from .. import metrics
 from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
-from ..batch.hold import NotHeldError
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
 from ..batch.record import BatchRecord, read_records
 from ..batch.settings import NamingSettings
 from ..errors import (
-    ServerUnreachableError,
     SettingError,
 )
 from ..messages import brief, log_fields
@@ -33,17 +31,14 @@ from ..run.manifest import RunSettings, given_settings
 from ..settings import run_name
 from ..status.watchdog import Limits
 from ..store.connection import Connection
-from ..store.retry import T, patiently
 from .arguments import check_arguments, check_folder, check_state, check_wait, check_weights, is_whole
 from .checkpoints import find_start, read_start, saving
+from .collect import STAGE
 from .late_columns import LateColumn, check_late, pushed_columns
-from .marks import Commit, Mark, Marks
+from .loop import Loop
 from .microbatch import Batch
-from .patience import Patience
 from .plan import Rank
-from .reader import STAGE
-from .sessions import Sessions
-from .supply import Supply
+from .session import Commit, Mark, Sessions
 from .together import Together
 
 logger = logging.getLogger(__name__)
@@ -165,19 +160,14 @@ class TrainerQueue(IterableDataset[Batch]):
         self._run_name = run
         self._rank = Rank(rank, world_size, choose_device(device))
         metrics.begin_stage(STAGE, "trainer" if rank == 0 else "rank")
-        self._stop = doors.Event()
         self._progress = Progress(durability_window, world_size)
         self._sessions = Sessions(
-            self._connection, run, settings, naming, self._rank, job, epoch, self._progress
+            *(self._connection, run, settings, naming, self._rank, job, epoch, self._progress, mark, commit)
         )
-        self._marks = Marks(run, self._sessions, self._progress, rank == 0, mark, commit)
-        self._together = Together(run, self._rank, self._sessions.number, self._pause)
-        self._saves = threading.Lock()  # held for a checkpoint, never waited for
-        self._lock = doors.RLock()  # held for each step, not while `next_batch` waits
         limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, naming.min_groups)
-        self._supply = Supply(
-            run, self._rank, self._marks, self._progress, late, limits, self._lock, self._stop, self._pause
-        )
+        self._loop = Loop(self._sessions, late, limits)
+        self._together = Together(run, self._rank, self._sessions.number, self._loop.pause)
+        self._saves = threading.Lock()  # held for a checkpoint, never waited for
 
     def __repr__(self) -> str:
         progress, rank = self._progress, self._rank
@@ -209,11 +199,11 @@ class TrainerQueue(IterableDataset[Batch]):
         Raises SettingError for what is no URI.
         """
         check_weights(weights)
-        with self._lock:
+        with self._loop.lock:
             if self._progress.finished:
                 self._progress.finished = False
                 self._sessions.end()
-        self._patiently(lambda: self._marks.open(weights))
+        self._loop.patiently(lambda: self._sessions.open(weights))
         return self
 
     def finish(self) -> None:
@@ -223,7 +213,7 @@ class TrainerQueue(IterableDataset[Batch]):
         "each_batch". Whatever else was pushed stays where it is, queued or in flight: a trainer that takes the run
         later goes on with it, and says that it has opened the run again.
         """
-        self._patiently(self._marks.finish)
+        self._loop.patiently(self._sessions.finish)
 
     # Iteration
 
@@ -250,29 +240,29 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         take_back: list[Callable[[], None]] = []
         check_wait(timeout, max_groups)
-        self._check_open()
+        self._loop.check_open()
         try:
             with metrics.wait(STAGE):
-                return self._supply.next_batch(timeout, max_groups, take_back)
+                return self._loop.next_batch(timeout, max_groups, take_back)
         except BaseException as error:
             for undo in take_back:
                 undo()
             if isinstance(error, KeyboardInterrupt):
-                self._supply.stop_reading()
+                self._loop.stop_reading()
                 raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
             raise
 
     @property
     def batches_waiting(self) -> int:
         """Batches that are named and not delivered: after a restart, those that are delivered again."""
-        return self._patiently(
+        return self._loop.patiently(
             lambda: sum(k >= self._progress.delivered for k in read_records(self._sessions.current().run))
         )
 
     @property
     def epoch(self) -> int:
         """The fencing epoch of this job (no pass over the data): another rank may find the job by it."""
-        return self._patiently(lambda: self._sessions.current().epoch)
+        return self._loop.patiently(lambda: self._sessions.current().epoch)
 
     # What the training loop says
 
@@ -293,10 +283,10 @@ class TrainerQueue(IterableDataset[Batch]):
 
         def note_and_publish() -> None:
             nonlocal noted
-            noted = noted or self._marks.note_trained(batch)
-            self._marks.publish_trained(noted, weights)
+            noted = noted or self._sessions.note_trained(batch)
+            self._sessions.publish_trained(noted, weights)
 
-        self._patiently(note_and_publish)
+        self._loop.patiently(note_and_publish)
 
     @contextmanager
     def checkpoint(self, folder: str | Path, *, keep: int = 2) -> Iterator[Path]:
@@ -321,7 +311,7 @@ class TrainerQueue(IterableDataset[Batch]):
             raise SettingError(f"keep is {brief(keep)}, needs a whole number from 1 on")
         check_folder(folder)
         state = self.state_dict()
-        self._marks.warn_of_current()
+        self._sessions.warn_of_batch_in_hand()
         if not self._saves.acquire(blocking=False):
             raise SettingError("a checkpoint is being saved: leave its block before the next one")
         try:
@@ -360,7 +350,7 @@ class TrainerQueue(IterableDataset[Batch]):
         return path
 
     def _find_start(self, folder: Path) -> str:
-        versions = self._patiently(self._sessions.stored_versions)
+        versions = self._loop.patiently(self._sessions.stored_versions)
         return find_start(folder, self._run_name, *versions)
 
     def _go_on(self, state: Mapping[str, Any] | None) -> None:
@@ -368,7 +358,7 @@ class TrainerQueue(IterableDataset[Batch]):
         if state is not None:
             self.load_state_dict(state)
         elif self._rank.number == 0:
-            self._patiently(self._sessions.current)
+            self._loop.patiently(self._sessions.current)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to save beside the weights, JSON-serialisable. Pass it to `commit` after saving.
@@ -380,8 +370,8 @@ class TrainerQueue(IterableDataset[Batch]):
         with the batches between two commits, by about 40 bytes a group.
         """
         if self._progress.began is None:
-            self._patiently(self._sessions.current)
-        with self._lock:
+            self._loop.patiently(self._sessions.current)
+        with self._loop.lock:
             return self._progress.state(self._run_name)
 
     def commit(self, state: Mapping[str, Any]) -> None:
@@ -391,7 +381,7 @@ class TrainerQueue(IterableDataset[Batch]):
         state of a later version or of another run, and for what is no state.
         """
         check_state(state, self._run_name)
-        self._patiently(lambda: self._marks.commit(state))
+        self._loop.patiently(lambda: self._sessions.commit(state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: take over the run, repeat its commit, set the version back.
@@ -401,13 +391,13 @@ class TrainerQueue(IterableDataset[Batch]):
         the state of another run, or none.
         """
         check_state(state, self._run_name)
-        with self._lock:
+        with self._loop.lock:
             self._progress.load(state)
             self._sessions.end()
-            self._marks.current = None
-            self._supply.stop_reading()
+            self._sessions.in_hand = None
+            self._loop.stop_reading()
         if self._rank.number == 0:
-            self._patiently(self._sessions.current)
+            self._loop.patiently(self._sessions.current)
 
     def __enter__(self) -> Self:
         return self
@@ -420,41 +410,14 @@ class TrainerQueue(IterableDataset[Batch]):
 
         Batches that were delivered and not marked as trained are delivered again by the next queue.
         """
-        self._stop.set()
-        self._supply.stop_reading()
-        self._marks.warn_of_uncommitted()
+        self._loop.close()
         self._sessions.close()
         if self._owns_connection:
             self._connection.close()
 
     def _look(self) -> None:
         """Raise where this rank may not go on: another trainer has the run, or its last batch is named again."""
-        self._patiently(self._marks.session)
-
-    def _patiently(self, call: Callable[[], T]) -> T:
-        """`call()`, repeated until the server answers and rank 0 has the run."""
-        patience = Patience(self._run_name, None, self._pause)
-
-        def called() -> T:
-            while True:
-                try:
-                    with self._lock:
-                        return call()
-                except NotHeldError as error:
-                    patience.wait_for_hold(error)
-
-        try:
-            return patiently(called, STAGE, self._run_name, sleep=self._pause)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None
-
-    def _pause(self, seconds: float) -> None:
-        self._stop.wait(seconds)
-        self._check_open()
-
-    def _check_open(self) -> None:
-        if self._stop.is_set():
-            raise ServerUnreachableError(f"run {self._run_name}: this queue is closed, make another one")
+        self._loop.patiently(self._sessions.at_hand)
 
 
 def _warn_of_early_drops(run: str, max_staleness: int | None, drop_after: int | None) -> None:

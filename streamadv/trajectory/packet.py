@@ -149,6 +149,15 @@ def decode_column(packet: StoredPacket, name: str, raw: bytes | None, kinds: Map
     return np.frombuffer(sized(name, raw, needed), kind.dtype).reshape(entries, *kind.shape)
 
 
+def decode_entries(name: str, raw: bytes | None, kinds: Mapping[str, str]) -> Array:
+    """A read-only view of `raw` as a column that is not per token, of any number of entries. Raises WireError."""
+    kind = column_kind(name, kinds)
+    entry = math.prod(kind.shape) * kind.dtype.itemsize
+    if kind.per_token or raw is None or not entry or len(raw) % entry:
+        raise WireError(f"column {name} is missing in the payload, or not what the manifest says")
+    return np.frombuffer(raw, kind.dtype).reshape(-1, *kind.shape)
+
+
 def sized(name: str, raw: bytes | None, needed: int) -> bytes:
     """`raw`, a column as it was read. Raises WireError unless it is there and has `needed` bytes."""
     if raw is None:

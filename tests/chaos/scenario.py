@@ -27,7 +27,7 @@ from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer
 from streamadv.run.dead_letters import list_dead, purge, requeue
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
-from streamadv.trainer import supply
+from streamadv.trainer import loop
 from streamadv.trainer.heartbeat import Heartbeat
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import consumer_of, ended, make_overdue, trajectory, unscored
@@ -107,7 +107,7 @@ class World:
                 lambda error: None if error.exc_type is Killed else report(error),  # a producer's goodbye
             )
             # Nobody reads why there is no batch yet, and reading the status for it is a quarter of the time.
-            patch.setattr(supply, "why_no_batch", lambda run, limits: "")
+            patch.setattr(loop, "why_no_batch", lambda run, limits: "")
             actors = [(make, make(self)) for make in ACTORS]
             for _ in range(MAX_ROUNDS):
                 for place, (make, actor) in enumerate(actors):

@@ -14,7 +14,7 @@ import redis
 from redis.exceptions import ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError, TimeoutError
 
 from streamadv.producer import Producer
-from streamadv.store import clients, exchange
+from streamadv.store import clients
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.pipelined import Pipelined
@@ -116,16 +116,14 @@ async def test_a_connection_cut_between_any_two_bytes(redis_url: str, run: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["requests", "replies"])
-async def test_a_cut_between_a_push_and_the_admission_behind_it(
-    redis_url: str, run: str, direction: str
-) -> None:
+async def test_cuts_between_pushes_and_groups_begun_ahead(redis_url: str, run: str, direction: str) -> None:
     """No group stays open that nobody plays."""
 
     def play(url: str, proxy: CuttingProxy) -> list[str]:
         codes: list[str] = []
         cuts, total = 40, 0
         with Producer(url, run) as producer:
-            groups = producer.groups(1)
+            groups = producer.groups(1, ahead=1)
             for number, group in zip(range(cuts), groups, strict=False):
                 proxy.cut(direction, total * number // cuts if number else 1 << 30)
                 codes += group.push([{"rollout_index": 0, **ROLLOUT}]).codes
@@ -172,17 +170,6 @@ def test_scripts_that_a_server_forgets_again_and_again(redis_url: str, run: str,
     assert problems(joined) == []
 
 
-def test_a_group_begun_ahead_of_a_server_that_forgot_its_scripts(redis_url: str, run: str) -> None:
-    """It is asked for once more with the push, and taken."""
-    with redis.Redis.from_url(redis_url) as client, Producer(redis_url, run) as producer:
-        groups = producer.groups(1)
-        group = next(groups)
-        client.script_flush()
-        assert group.push([{"rollout_index": 0, **ROLLOUT}]).codes == ["pushed"]
-        begun = set(client.zrange(join(redis_url, run).keys.home.open, 0, -1)) - {group.group_id.encode()}
-        assert begun == {next(groups).group_id.encode()}
-
-
 def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +182,7 @@ def test_an_interrupt_between_two_replies_leaves_none_to_another_call(
         assert isinstance(client, clients.Client)
         client.ping()
         with monkeypatch.context() as patch:
-            patch.setattr(exchange, "_receive", interrupt)
+            patch.setattr(redis.connection.AbstractConnection, "read_response", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 client.transact([], ("EVAL", busy, 0, "first"))
         assert client.transact([], ("EVAL", ECHO, 0, "second")) == b"second"

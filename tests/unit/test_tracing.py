@@ -252,12 +252,10 @@ def test_a_group_that_is_pushed_without_a_ticket_has_the_trace_of_the_push(
     assert len(traces_in(recorded.of("g0000"))) == 1
 
 
-def test_groups_begun_with_the_push_before_have_traces_of_their_own(
-    fake: Connection, recorded: Recorded
-) -> None:
+def test_groups_begun_together_have_traces_of_their_own(fake: Connection, recorded: Recorded) -> None:
     with producing(fake, "r") as producer:
         ids = []
-        groups = producer.groups(1)
+        groups = producer.groups(1, ahead=2)
         for _, group in zip(range(3), groups, strict=False):
             ids.append(group.group_id)
             group.push([{**ROW, "rollout_index": 0}])

@@ -307,7 +307,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "what is kept is swept": Mutant(
         f"{LUA}/lib/complete.lua",
-        "if kept then return count('live_bytes', -kept) end", "if kept then count('live_bytes', -kept) end",
+        "    return count('live_bytes', -kept)\n", "    count('live_bytes', -kept)\n",
     ),
     "a commit keeps what is committed already": Mutant(
         f"{LUA}/batch/commit.lua",

@@ -30,7 +30,7 @@ for i, dead_group in ipairs(keys.letters) do
   if not group[1] and string.match(group[2] or '', '^%d+$') then
     redis.pcall('HINCRBY', keys.ledger, 'dead_bytes', string.format('%d', -tonumber(group[2])))
     if not keep_dead(id) then
-      for item in string.gmatch(group[3] or '', '(%S+ %d+) %d+ [01]+') do
+      for item in string.gmatch(group[3] or '', '(%S+ %d+) %d+ %S+') do
         redis.call('RPUSH', keys.garbage, item)
         payloads = payloads + 1
       end

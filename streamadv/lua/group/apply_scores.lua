@@ -38,7 +38,7 @@ end
 
 -- Give the member its reward, or end its slot as unscorable.
 local function fill_in(group, index)
-  if is_complete(group) or letter_of(group, index) ~= 's' then return end
+  if is_full(group) or letter_of(group, index) ~= 's' then return end
   local value = redis.call('HGET', group.hash, 'score_value:' .. index)
   if not value then return end
   local letter = value == 'x' and 'x' or 'u'

@@ -19,6 +19,7 @@
 -- include complete
 -- include broken
 local EXPIRE_SLOTS = 1024
+local FARTHEST_MS = 2 * 30 * 86400 * 1000  -- no process of the run gives a group so long
 local BROKEN_SLOTS = 64  -- what a group counts for whose slot map cannot be read
 local policy = policy_of(ARGV, 1)
 local server_ms = now_ms()
@@ -42,8 +43,10 @@ local function expire(group)
     remove_group(group)
     return 1
   end
-  if deadline > now or waiting_since <= deadline then return 0 end
+  if deadline <= now + FARTHEST_MS and (deadline > now or waiting_since <= deadline) then return 0 end
   count_slots(group)
+  if is_complete(group) then return #group.slots, complete(group, policy) end
+  if lacks_columns(group) then return #group.slots, end_group(group, 'expired', 'e', policy) end
   return #group.slots, end_group(group, short_outcome(group.usable, policy, 'expired'), 'e', policy)
 end
 

@@ -51,7 +51,7 @@ for _, arrived in ipairs(groups) do
   local group, size = load_group(arrived.id, keys.group_hashes[arrived.position]), arrived.size
   arrived.group = group
   if group.state == 'open' and size == group.size and group.slots == string.rep('p', size) and group.role == 'train'
-    and all_exist and not has_filter(policy) then
+    and all_exist and not has_filter(policy) and not lacks_columns(group) then
     for _, packet in ipairs(arrived.packets) do packet.scored, packet.mask = packet.count, string.rep('1', packet.count) end
     group.slots, group.packets = string.rep('u', size), arrived.packets
     count('rollouts', -size)
@@ -114,7 +114,7 @@ end
 local function judge(group, member)
   if (member.role == 'eval') ~= (group.role == 'eval') then return 'x', 'wrong_role' end  -- no producer sends that
   if member.kind ~= 'usable' then return 'x', member.kind end
-  if is_complete(group) then return 'x', 'surplus' end  -- an earlier member of this call was the last one needed
+  if is_full(group) then return 'x', 'surplus' end  -- an earlier member of this call was the last one needed
   if member.reward ~= '-' then return 'u' end
   local reward = redis.call('HGET', group.hash, 'score_value:' .. member.index)
   if not reward then return 's' end

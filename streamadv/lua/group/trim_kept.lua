@@ -13,7 +13,7 @@ while forgotten < TRIM_COUNT do
   local named, payloads = {}, 0
   for i = 1, #oldest[2], 2 do named[oldest[2][i]] = oldest[2][i + 1] end
   redis.call('XDEL', keys.kept, oldest[1])
-  for item, size in string.gmatch(named.payloads or '', '(%S+ (%d+)) %d+ [01]+') do
+  for item, size in string.gmatch(named.payloads or '', '(%S+ (%d+)) %d+ %S+') do
     redis.call('RPUSH', keys.garbage, item)
     payloads = payloads + tonumber(size)
   end

@@ -36,7 +36,7 @@ end
 -- Returns a refusal if the slots of the group do not fit into the budget, else nil.
 local function no_room(spec)
   local bytes = admission.slot_bytes
-  local needed, limit = spec.slots * bytes, string.format('%.17g', admission.max_bytes)
+  local needed, limit = spec.slots * bytes + (spec.columns_bytes or 0), string.format('%.17g', admission.max_bytes)
   local used = admission.live_bytes + (counts.live_bytes or 0) + reserved_bytes(admission.sizes, bytes)
   if used + needed <= admission.max_bytes then return nil end
   if admission.max_bytes >= 0 and needed > admission.max_bytes then
@@ -77,6 +77,11 @@ local function admit(hash, spec, producer)
   redis.call('ZADD', keys.open, string.format('%d', shard_ms(admission.clock, now) + spec.deadline_ms), spec.id)
   forget_half(keys.sizes, admission.sizes)
   reserve(group.slot_bytes, spec.slots)
+  if spec.columns_bytes then
+    group.columns_bytes, group.columns_key = spec.columns_bytes, ''
+    change(group, 'columns', spec.columns_bytes)
+    reserve(spec.columns_bytes, 1)
+  end
   count('groups_open', 1)
   if spec.role == 'eval' then
     if spec.round ~= '' then change(group, 'round', spec.round) end

@@ -28,11 +28,15 @@ end
 
 -- The fields of a group in a log: '<size> <members that count> <opened at, ms> <fencing epoch> <version> <outcome>
 -- <data source>', a line for each packet, the member tables, and the scores that `producer.score` brought if there are any.
+-- Columns of the group have a line as packets have, with their names in place of a mask.
 local function entry_of(group, packets, outcome, members)
   local payloads, tables = {}, {}
   for i, packet in ipairs(packets) do
     payloads[i] = packet.key .. ' ' .. packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet)
     tables[i] = packet.table
+  end
+  if (group.columns_key or '') ~= '' then
+    payloads[#payloads + 1] = group.columns_key .. ' ' .. group.columns_bytes .. ' 0 ' .. group.column_names
   end
   local head = {group.size, members, group.opened_ms, group.epoch, group.version, outcome, group.data_source}
   local entry = {'group_id', group.id, 'head', table.concat(head, ' '), 'payloads', table.concat(payloads, '\n'),
@@ -48,6 +52,7 @@ local function log_group(group, outcome, scored)
     if packet.scored == 0 then discard(packet) else packets[#packets + 1] = packet end
   end
   redis.call('XADD', keys.groups, '*', unpack(entry_of(group, packets, outcome, scored)))
+  if group.columns_key ~= '' then group.columns_key = nil end
   count('grouped', scored)
   count('groups_logged', 1)
 end
@@ -75,6 +80,11 @@ local function remove_group(group)
   redis.call('DEL', group.hash)
   count('groups_open', -1)
   if group.slots and group.slot_bytes then reserve(group.slot_bytes, -slots_with(group, '.')) end
+  if group.columns_key == '' then
+    reserve(group.columns_bytes, -1)
+  elseif group.columns_key then
+    discard({key = group.columns_key, bytes = group.columns_bytes})
+  end
   if group.producer == '' then count('groups_abandoned', -1) end
   if group.role == 'eval' then count('groups_eval', -1) end
   group.state = 'none'

@@ -16,10 +16,13 @@ local function packet_of(key, field)
   return {key = key, bytes = bytes, epoch = epoch, text = text, table = string.sub(field, at), members = members}
 end
 
--- Whether a group ends: enough usable members are there, or nothing more can come.
-local function is_complete(group)
+-- Whether enough usable members are there, or nothing more can come.
+local function is_full(group)
   return group.usable >= group.size or group.usable + group.unusable >= #group.slots
 end
+
+-- Whether a group ends.
+local function is_complete(group) return is_full(group) and not lacks_columns(group) end
 
 -- Count the slots of a group that may end. Its hash has to be read once more if it has packets.
 local function count_slots(group)
@@ -52,7 +55,7 @@ end
 local function load_packets(group)
   local flat = redis.pcall('HGETALL', group.hash)
   for i = 1, flat.err and 0 or #flat, 2 do
-    local packet = string.find(flat[i], '}:payload:', 1, true) and packet_of(flat[i], flat[i + 1])
+    local packet = is_payload(flat[i]) and packet_of(flat[i], flat[i + 1])
     if packet then table.insert(group.packets, packet) else group.fields[flat[i]] = flat[i + 1] end
   end
 end
@@ -105,7 +108,10 @@ local function keep_or_discard(group, outcome, members)
     if round then more = {'round', round} end
     kept = keep(kind, outcome, entry_of(group, packets, outcome, members), more)
   end
-  if kept then return count('live_bytes', -kept) end
+  if kept then
+    if group.columns_key ~= '' then group.columns_key = nil end
+    return count('live_bytes', -kept)
+  end
   for _, packet in ipairs(packets) do discard(packet) end
 end
 

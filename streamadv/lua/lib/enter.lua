@@ -2,13 +2,14 @@
 -- KEYS  open, groups, ledger, trainer, sizes
 local SPEC_ARGS = 2
 
--- The arguments of a group that may be opened: id, '<role> <size> <slots> <deadline, ms> <data source>'. The role is that of
+-- The arguments of a group that may be opened: id, '<role> <size> <slots> <deadline, ms> <data source>', the
+-- slots with the bytes of the group's own columns behind them if it has some: '8+4096'. The role is that of
 -- its members: train (baselines are in such groups) or eval, the latter with the round if it has one: 'eval/<round>'.
 local function spec_of(args, at)
-  local role, round, size, slots, deadline_ms, data_source =
-    string.match(args[at + 1], '^(%l+)/?(%S*) (%d+) (%d+) (%d+) (.*)$')
+  local role, round, size, slots, columns_bytes, deadline_ms, data_source =
+    string.match(args[at + 1], '^(%l+)/?(%S*) (%d+) (%d+)%+?(%d*) (%d+) (.*)$')
   return {id = args[at], role = role, round = round, size = tonumber(size), slots = slots, deadline_ms = deadline_ms,
-    data_source = data_source}
+    columns_bytes = columns_bytes ~= '' and columns_bytes or nil, data_source = data_source}
 end
 
 local admission, open_group  -- see lib/admit: made for the first group that this call opens

@@ -10,11 +10,16 @@
 --               count in pacing
 --   'holders'   nonces of those calls of `begin` whose callers have its tickets; none in a group that was opened otherwise
 --   'round'     of an evaluation group that has one, its name
+--   'columns'   of a group that has columns of its own: '<bytes> <payload key> <names>', or '<bytes>' while the server lacks them
 -- and those of packets and scores (lib/complete), and of cancellations.
 -- KEYS  open
 local MAX_SLOTS = 8192
 local MAX_HEAD = 1000  -- bytes: a data source has at most 200 characters
 local MAX_HOLDERS = 200  -- characters of `holders`: from so many on no more are noted, and the group is never withdrawn
+
+local MAX_DIGITS = 15  -- of a number of bytes
+
+local function is_payload(key) return string.find(key, '}:payload:', 1, true) ~= nil end
 
 local function head_of(group)
   return table.concat({group.role, group.size, group.slot_bytes, group.opened_ms, group.epoch, group.version,
@@ -23,19 +28,30 @@ end
 
 -- The group's table. `state` is 'open', 'none' (no such group is open), or 'broken': somebody has overwritten its hash.
 local function load_group(id, hash)
-  local f = redis.pcall('HMGET', hash, 'head', 'slots', 'producer', 'holders')
+  local f = redis.pcall('HMGET', hash, 'head', 'slots', 'producer', 'holders', 'columns')
   if not (f.err or f[1] or f[2]) then return {id = id, hash = hash, state = 'none'} end
   local head = f[1] and #f[1] <= MAX_HEAD and f[1] or ''
   local slots, role, size, slot_bytes, opened_ms, epoch, version, data_source =
     f[2], string.match(head, '^(%l+) ([1-9]%d*) (%d+) (%d+) (%d+) (%d+) (.*)$')
   if slots and (#slots > MAX_SLOTS or string.find(slots, '[^.pusx]')) then slots = nil end
+  local columns_bytes, columns_key, column_names
+  if f[5] then
+    columns_bytes, columns_key, column_names = string.match(f[5], '^(%d+) ?(%S*) ?(%S*)$')
+    if not (columns_bytes and #columns_bytes <= MAX_DIGITS and (columns_key == '' or is_payload(columns_key))) then
+      slots, columns_key = nil, nil
+    end
+  end
   local is_open = slots and role and tonumber(size) <= #slots
     and math.max(slot_bytes, opened_ms, epoch, version) < 2 ^ 53
   return {id = id, hash = hash, state = is_open and 'open' or 'broken', role = role == 'eval' and role or 'train',
     size = tonumber(size), slot_bytes = slot_bytes, opened_ms = opened_ms, epoch = epoch, version = version,
-    data_source = data_source or '', slots = slots or nil, producer = f[3], holders = f[4], changes = {},
+    data_source = data_source or '', slots = slots or nil, producer = f[3], holders = f[4],
+    columns_bytes = columns_bytes, columns_key = columns_key, column_names = column_names, changes = {},
     packets = {}, fields = {}, scores = {}}
 end
+
+-- The group has columns that the server does not have (yet): it cannot be complete.
+local function lacks_columns(group) return group.columns_key == '' end
 
 -- Note a change of the group's hash for `save_group`.
 local function change(group, field, value)

@@ -31,7 +31,7 @@ local function keep(kind, outcome, fields, more)
     end
   end
   if not is_chosen(kind, named.group_id or '') then return nil end
-  for size in string.gmatch(named.payloads or '', '%S+ (%d+) %d+ [01]+') do payloads = payloads + tonumber(size) end
+  for size in string.gmatch(named.payloads or '', '%S+ (%d+) %d+ %S+') do payloads = payloads + tonumber(size) end
   bytes = bytes + payloads
   local used = tonumber(redis.call('HGET', keys.ledger, 'kept_bytes') or '') or 0
   if used + bytes > tonumber(keeping[1]) then return nil end

@@ -255,7 +255,7 @@ def test_a_group_of_a_producer_that_was_cut_off_as_it_left_does_not_count_in_pac
     """It was opened ahead, and is withdrawn at the close."""
     monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
     leaving = Producer(redis_url, run, settings=RunSettings(batch_groups=1, max_staleness=1)).open()
-    groups = leaving.groups(1)
+    groups = leaving.groups(1, ahead=1)
     (rollout,) = next(groups)
     rollout.push(input_ids=[1], response_mask=[1], reward=1.0)
     carry_out = leaving._carry_out

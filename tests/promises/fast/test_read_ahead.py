@@ -33,9 +33,9 @@ def first_batch(joined: Run) -> tuple[TrainerQueue, Batch]:
 
 def missing(queue: TrainerQueue) -> int:
     """Wait for what is being read ahead; payloads that were not read."""
-    assert queue._supply._reader is not None
-    assert queue._supply._reader.ahead is not None
-    fetched = queue._supply._reader.ahead.result()
+    assert queue._loop._collector is not None
+    assert queue._loop._collector.ahead is not None
+    fetched = queue._loop._collector.ahead.result()
     assert fetched is not None
     return len(fetched.missing)
 

@@ -18,7 +18,7 @@ from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.grouping.scorer import Scorer
 from streamadv.grouping.unscored import UnscoredTrajectory
 from streamadv.producer import Producer
-from streamadv.run import Run, Shard
+from streamadv.run import Run
 from streamadv.run.consumer import GROUPER, PENDING_PAGE
 from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.run.malformed import list_malformed
@@ -810,18 +810,8 @@ def test_foreign_groups_with_far_deadlines_do_not_keep_a_run_from_ending(
     assert not [key for keys in joined.keys.shards for key in scripts.keys(keys.group("*"))]
 
 
-def test_members_of_open_without_a_group_do_not_wait_for_their_deadline(
-    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_members_of_open_without_a_group_do_not_wait_for_their_deadline(redis_url: str, run: str) -> None:
     """Until they are removed they count in pacing, and keep producers from beginning groups."""
-    due: list[Any] = []
-    call = Shard.call
-
-    def noted(shard: Shard, name: str, args: Sequence[Any] = (), **keys: Any) -> Any:
-        due.extend(args if name == "expire" else ())
-        return call(shard, name, args, **keys)
-
-    monkeypatch.setattr(Shard, "call", noted)
     with producing(redis_url, run) as producer:
         producer.push([trajectory("genuine", 0, 2)])
         joined = join(redis_url, run)
@@ -834,19 +824,17 @@ def test_members_of_open_without_a_group_do_not_wait_for_their_deadline(
             if scripts.zcard(keys.open) == 1:
                 break
         assert scripts.zrange(keys.open, 0, -1) == [b"genuine"]
-        assert "genuine" not in due
         assert problems(joined) == []
 
 
-def test_a_group_opened_with_a_deadline_that_nobody_may_give_gets_the_runs(redis_url: str, run: str) -> None:
+def test_a_group_with_a_deadline_that_nobody_may_give_ends(redis_url: str, run: str) -> None:
     with producing(redis_url, run) as producer:
         producer.begin_group(2, group_id="g")
         joined = join(redis_url, run)
         joined.connection.scripts.zadd(joined.keys.home.open, {"g": 1e18})
         group_all(joined)
-        deadline = joined.connection.scripts.zscore(joined.keys.home.open, "g")
-        assert isinstance(deadline, float)
-        assert deadline < now_ms(joined) + 3_700_000
+        assert joined.connection.scripts.zcard(joined.keys.home.open) == 0
+        assert problems(joined) == []
 
 
 @pytest.mark.parametrize("size", [10**14, 2**31, 2**63])

@@ -23,9 +23,8 @@ from streamadv.run import Run
 from streamadv.status.evaluations import read_evaluations
 from streamadv.store.connection import Connection
 from streamadv.trainer import together
-from streamadv.trainer.marks import Marks
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.sessions import Sessions
+from streamadv.trainer.session import Sessions
 from tests.support import (
     delivered_batch,
     group_all,
@@ -179,7 +178,7 @@ def test_a_crash_before_the_commit_is_repaired_by_resume(
     run, queue = pushed_run(fake, "r", 3), queue_of(fake)
     train(queue, run)
     with monkeypatch.context() as patch:
-        patch.setattr(Marks, "commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Sessions, "commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(queue, tmp_path)
     assert ledger(run)["trained"] == 0
@@ -621,14 +620,14 @@ def test_a_rank_whose_batch_was_named_again_keeps_it_out_of_the_checkpoint(
     run, ranks = pushed_run(fake, "r", 8), ranks_of(fake)
     for queue in ranks:
         train(queue, run)
-    checked = Marks.session
+    checked = Sessions.at_hand
 
-    def look(marks: Marks) -> Any:
-        if not marks._leads:
+    def look(marks: Sessions) -> Any:
+        if marks.rank.number:
             raise BatchLostError("batch 0 is named again")
         return checked(marks)
 
-    monkeypatch.setattr(Marks, "session", look)
+    monkeypatch.setattr(Sessions, "at_hand", look)
     raised = on_all(ranks, lambda queue: write_part(queue, tmp_path))
     assert isinstance(raised[1], BatchLostError)
     assert "rank 1: BatchLostError" in str(raised[0])

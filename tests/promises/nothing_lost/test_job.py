@@ -30,10 +30,10 @@ from streamadv.run.consumer import ADVANTAGE
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.retry import RETRYABLE
-from streamadv.trainer import supply
+from streamadv.trainer import loop
+from streamadv.trainer.collect import Collector
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.reader import BatchReader
 from tests.support import (
     Forward,
     compute_all,
@@ -779,15 +779,15 @@ def test_a_rank_hands_out_what_it_has_read_though_the_server_loses_the_record(
     joined = filled(server_of_job.connection, run, 1)
     ranks = ranks_of(joined, 2, batch_groups=1)
     first = ask(ranks[0], joined)
-    collect = BatchReader.collect
+    collect = Collector.collect
 
-    def collected(reader: BatchReader) -> Any:
+    def collected(reader: Collector) -> Any:
         batch = collect(reader)
         if batch is not None:
             joined.connection.scripts.delete(joined.keys.home.batches)
         return batch
 
-    monkeypatch.setattr(BatchReader, "collect", collected)
+    monkeypatch.setattr(Collector, "collect", collected)
     second = ask(ranks[1], joined)
     assert first is not None
     assert second is not None
@@ -857,7 +857,7 @@ def test_new_groups_are_progress(
     joined = filled(server_of_job.connection, run, 0, finish=False)
     ranks = ranks_of(joined, 2, batch_groups=7)
     pushed = iter(range(7))
-    wait, timeout = supply.wait_for_news, 0.3
+    wait, timeout = loop.wait_for_news, 0.3
 
     def push(*arguments: Any) -> None:
         """Every wait brings a group, and lasts longer than anybody is patient."""
@@ -869,7 +869,7 @@ def test_new_groups_are_progress(
 
     for queue in ranks:
         assert queue.epoch
-    monkeypatch.setattr(supply, "wait_for_news", push)
+    monkeypatch.setattr(loop, "wait_for_news", push)
     assert ranks[0].next_batch(timeout=timeout) is not None
 
 

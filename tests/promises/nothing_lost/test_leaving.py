@@ -34,10 +34,10 @@ def restart(server: EmbeddedServer) -> None:
 
 
 def push_and_leave(kind: str, url: str, run: str, meanwhile: Callable[[], object]) -> None:
-    """Push a group of one, ask for the next one with it, which nobody wants then; leave after `meanwhile`."""
+    """Push a group of one, with one begun ahead, which nobody wants then; leave after `meanwhile`."""
     if kind == "blocking":
         with Producer(url, run, name=kind) as producer:
-            with closing(producer.groups(1)) as groups:
+            with closing(producer.groups(1, ahead=1)) as groups:
                 next(iter(next(groups))).push(**COLUMNS)
             producer.push([trajectory("g", 0, 1)])
             meanwhile()
@@ -45,7 +45,7 @@ def push_and_leave(kind: str, url: str, run: str, meanwhile: Callable[[], object
 
     async def work() -> None:
         async with Producer(url, run, name=kind) as producer:
-            async with aclosing(producer.groups(1)) as groups:
+            async with aclosing(producer.groups(1, ahead=1)) as groups:
                 await next(iter(await anext(groups))).push(**COLUMNS)
             await producer.push([trajectory("g", 0, 1)])
             meanwhile()

@@ -266,15 +266,17 @@ def test_a_forked_child_finds_no_lock_held(redis_url: str, run: str) -> None:
 def test_threads_that_begin_at_once_in_a_forked_child_start_one_heartbeat(fake: Connection) -> None:
     def start_rollouts() -> int:
         others: list[threading.Thread] = []
+        start = producer._start_heart
 
-        def forget_ahead() -> None:
+        def start_heart() -> None:
             """Another thread starts its rollout meanwhile; it waits if it is to wait."""
             if not others:
                 others.append(threading.Thread(target=rollouts[1]._start))
                 others[0].start()
                 others[0].join(0.2)
+            start()
 
-        producer._logic.admission.forget_ahead = forget_ahead  # type: ignore[method-assign]
+        producer._start_heart = start_heart  # type: ignore[method-assign]
         rollouts[0]._start()
         others[0].join(60)
         return sum(thread.name == "streamadv-heartbeat" for thread in threading.enumerate())
@@ -566,18 +568,17 @@ async def test_a_cancelled_begin_leaves_the_tickets_of_others(redis_url: str, ru
             assert [await rollout.push(**COLUMNS) for rollout in group] == ["pushed"] * 2
 
 
-async def test_a_group_that_a_cancelled_push_has_asked_for_is_not_open_after_the_close(
+async def test_groups_that_a_cancelled_iteration_has_asked_for_are_not_open_after_the_close(
     redis_url: str, run: str
 ) -> None:
-    """The server opens it while the producer leaves."""
+    """The server opens them while the producer leaves."""
     with redis.Redis.from_url(redis_url) as client:
         producer = await Producer(redis_url, run).__aenter__()
-        groups = producer.groups(1)
-        (rollout,) = await anext(groups)
+        groups = producer.groups(1, ahead=3)
         with holding(client):
-            push = asyncio.create_task(rollout.push(**COLUMNS))
+            iteration = asyncio.ensure_future(anext(groups))
             await asyncio.to_thread(until, lambda: has_been_asked(client), "it has asked")
-            push.cancel()
+            iteration.cancel()
             closing = asyncio.create_task(producer.close())
             for _ in range(50):  # until it says goodbye
                 await asyncio.sleep(0)

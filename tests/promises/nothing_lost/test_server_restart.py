@@ -387,7 +387,7 @@ def test_a_producer_is_heard_at_home_while_another_shard_is_away(
 
     with producing(redis_url, run) as producer:
         joined = join(redis_url, run)
-        with closing(producer.groups(1)) as groups:  # asks for one more, which is to be withdrawn then
+        with closing(producer.groups(1, ahead=1)) as groups:  # the second one is to be withdrawn then
             next(iter(next(groups))).push(input_ids=[1, 2], response_mask=[0, 1], reward=1.0)
         if state == "finished":
             producer.finish()

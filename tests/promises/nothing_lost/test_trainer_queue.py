@@ -18,11 +18,11 @@ from streamadv.metrics import instruments
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.store.connection import Connection
-from streamadv.trainer.marks import Marks
+from streamadv.trainer.collect import Collector
+from streamadv.trainer.loop import Loop
 from streamadv.trainer.microbatch import Batch, MicroBatch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.reader import BatchReader
-from streamadv.trainer.supply import Supply
+from streamadv.trainer.session import Sessions
 from streamadv.trajectory.columns import EXTRA_DTYPES
 from tests.support import (
     delivered_batch,
@@ -597,7 +597,7 @@ class Timer(Exception):
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Timer])
-@pytest.mark.parametrize("place", ["hand_out", "_prepare_next", "delivered", "next_batch", "wait"])
+@pytest.mark.parametrize("place", ["hand_out", "read_ahead", "delivered", "next_batch", "wait"])
 def test_a_batch_that_an_interrupt_keeps_from_the_loop_is_given_again(
     fake: Connection, monkeypatch: pytest.MonkeyPatch, place: str, interrupt: type[BaseException]
 ) -> None:
@@ -610,7 +610,8 @@ def test_a_batch_that_an_interrupt_keeps_from_the_loop_is_given_again(
         if interrupts and queue._progress.delivered:
             raise interrupts.pop()
 
-    owner: Any = {"hand_out": BatchReader, "delivered": Marks, "wait": metrics}.get(place, Supply)
+    owners = {"delivered": Sessions, "next_batch": Loop, "wait": metrics}
+    owner: Any = owners.get(place, Collector)
     genuine: Any = getattr(owner, place)
 
     def interrupted(*args: Any) -> Any:

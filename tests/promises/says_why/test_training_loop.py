@@ -12,7 +12,7 @@ from streamadv.status import causes, read_status
 from streamadv.status.causes import unsaved
 from streamadv.status.exported import samples
 from streamadv.store.connection import Connection
-from streamadv.trainer import supply
+from streamadv.trainer import loop
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import delivered_batch, pushed_run
 
@@ -67,7 +67,7 @@ def test_advantages_that_are_all_0_are_told(
     told: list[str],
 ) -> None:
     """None: rewards differ in each group."""
-    monkeypatch.setattr(supply, "FLAT_BATCHES", 2)
+    monkeypatch.setattr(loop, "FLAT_BATCHES", 2)
     run = pushed_run(fake, "r", 4, **({} if rewards is None else {"reward": rewards}))
     queue = queue_of(fake)
     for _ in range(4):

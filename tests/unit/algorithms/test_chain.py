@@ -392,9 +392,6 @@ def test_expand_places_values_on_trainable_tokens() -> None:
     steps = [Step(start=0, end=3), Step(start=2, end=4)]
     batch = batch_of([member("a", 0, 0.0, masks=[[0, 1, 1, 1, 1]], steps=steps)])
     assert expand(batch, "row", torch.tensor([2.0])).tolist() == [0, 2, 2, 2, 2]
-    out = torch.full((5,), 7.0)
-    assert expand(batch, "row", torch.tensor([2.0]), out) is out
-    assert out.tolist() == [0, 2, 2, 2, 2]
     assert expand(batch, "step", torch.tensor([1.0, 2.0])).tolist() == [0, 1, 2, 2, 0]
     assert expand(batch, "token", torch.arange(5.0)).tolist() == [0, 1, 2, 3, 4]
     assert span_sum(batch, torch.arange(5.0)).tolist() == [3.0, 5.0]

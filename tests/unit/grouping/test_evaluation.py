@@ -148,7 +148,7 @@ def test_evaluation_counts_in_the_byte_budget(fake: Connection) -> None:
 def test_withdrawn_and_abandoned_evaluation_groups_leave_the_counts_right(fake: Connection) -> None:
     with producing(fake, "r", {"batch_groups": 1, "max_staleness": 0}) as producer:
         run = join(fake, "r")
-        groups = producer.groups(1, role="eval")
+        groups = producer.groups(1, role="eval", ahead=1)
         next(groups).cancel(1)
         groups.close()  # type: ignore[attr-defined]
         left = producer.begin_group(1, role="eval", timeout=0)

@@ -244,7 +244,7 @@ async def test_async_with_and_with_are_told_apart() -> None:
 def test_a_group_waits_out_its_pauses_while_the_server_has_no_memory(fake: Connection) -> None:
     """Such a refusal knows of no announcement, so an earlier one must not end the pause."""
     with producing(fake, "r") as producer:
-        steps = producer._logic.admission.begin(GroupRequest(2, *[None] * 6))
+        steps = producer._logic.begin(GroupRequest(2, *[None] * 6))
         assert isinstance(next(steps), GroupCall)
         assert isinstance(steps.send(OUT_OF_MEMORY), Pause)
         steps.close()

@@ -17,7 +17,6 @@ from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer import fetch as module
 from streamadv.trainer.fetch import FetchedShare, fetch
-from streamadv.trainer.memory import ColumnMemory
 from streamadv.trainer.plan import Rank, Share, share_of
 from streamadv.trajectory.columns import Array
 from streamadv.trajectory.schema import Trajectory
@@ -59,7 +58,7 @@ def test_columns_are_those_of_the_trajectories(joined: Run, seed: int, world_siz
     batch = Layout.of(stored.groups)
     for number in range(world_size):
         share = share_of(batch, None, Rank(number, world_size, CPU))
-        fetched = fetch(joined, share, ColumnMemory(CPU), None)
+        fetched = fetch(joined, share, CPU, None)
         trajectories = trajectories_of(stored, share)
         assert sorted(fetched.columns) == sorted(NAMES), "the same on a rank that has no trajectory"
         for name in NAMES:
@@ -83,11 +82,11 @@ def test_each_packet_is_read_once_by_a_rank(joined: Run, monkeypatch: pytest.Mon
     stored = StoredGroups(0, 6)
     store(joined, stored)
     share = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
-    ahead = FetchedShare(joined, share, ColumnMemory(CPU))
+    ahead = FetchedShare(joined, share, CPU)
     assert ahead.read(joined, max_bytes=sum(packet.size for packet in share.own.packets) // 2) == {}
     assert ahead.missing
     again = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
-    assert fetch(joined, again, ColumnMemory(CPU), ahead) is ahead
+    assert fetch(joined, again, CPU, ahead) is ahead
     packets = [share.own.packets[number].key for number in dict.fromkeys(share.own.packet.tolist())]
     assert asked == packets
 
@@ -96,9 +95,9 @@ def test_what_was_read_ahead_for_another_batch_is_not_taken(joined: Run) -> None
     stored = StoredGroups(0, 6)
     store(joined, stored)
     whole = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
-    ahead = fetch(joined, whole, ColumnMemory(CPU), None)
+    ahead = fetch(joined, whole, CPU, None)
     fewer = share_of(Layout.of(stored.groups[1:]), None, Rank(0, 1, CPU))
-    fetched = fetch(joined, fewer, ColumnMemory(CPU), ahead)
+    fetched = fetch(joined, fewer, CPU, ahead)
     assert fetched is not ahead
     ids = end_to_end(trajectories_of(stored, fewer), "input_ids")
     np.testing.assert_array_equal(fetched.columns["input_ids"].numpy(), ids)
@@ -109,7 +108,7 @@ def test_reading_stops_between_two_replies(joined: Run, monkeypatch: pytest.Monk
     assert REPLY_BYTES > 1
     stored = StoredGroups(0, 6)
     store(joined, stored)
-    ahead = FetchedShare(joined, share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU)), ColumnMemory(CPU))
+    ahead = FetchedShare(joined, share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU)), CPU)
     before, stop = len(ahead.missing), threading.Event()
     stop.set()
     ahead.read(joined, stop=stop)
@@ -137,7 +136,7 @@ def test_every_trajectory_of_a_spoilt_packet_is_named(joined: Run, what: str) ->
     else:
         joined.connection.scripts.hset(key, mapping=fields)
     with pytest.raises(UndecodableGroupError) as raised:
-        fetch(joined, share, ColumnMemory(CPU), None)
+        fetch(joined, share, CPU, None)
     lost = [share.own.identity(member) for member in np.flatnonzero(share.own.packet == number)]
     assert list(raised.value.problems) == lost
     for (_, index), text in raised.value.problems.items():
@@ -166,7 +165,7 @@ def test_only_the_trajectory_with_a_wrong_value_is_named(
     column[last] = 1 - column[last] if value is None else value
     store(joined, stored)
     with pytest.raises(UndecodableGroupError) as raised:
-        fetch(joined, share, ColumnMemory(CPU), None)
+        fetch(joined, share, CPU, None)
     ((identity, text),) = raised.value.problems.items()
     assert identity == share.own.identity(member)
     assert text.startswith(f"rollout {identity[1]}: {problem}")
@@ -179,7 +178,7 @@ def test_a_packet_that_announces_more_than_its_bytes_is_refused_before_memory_is
     joined.connection.scripts.hset(manifest_key("r"), "column.pictures", '["<f8", [1000000, 1000], true]')
     share = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
     with pytest.raises(UndecodableGroupError, match="columns are larger than the payload"):
-        FetchedShare(joined, share, ColumnMemory(CPU))
+        FetchedShare(joined, share, CPU)
 
 
 def test_no_memory_is_allocated_for_bytes_that_a_packet_only_announces(joined: Run) -> None:
@@ -190,6 +189,6 @@ def test_no_memory_is_allocated_for_bytes_that_a_packet_only_announces(joined: R
         for group in stored.groups
     ]
     share = share_of(Layout.of(groups), None, Rank(0, 1, CPU))
-    fetched = fetch(joined, share, ColumnMemory(CPU), None)
+    fetched = fetch(joined, share, CPU, None)
     ids = end_to_end(trajectories_of(stored, share), "input_ids")
     np.testing.assert_array_equal(fetched.columns["input_ids"].numpy(), ids)

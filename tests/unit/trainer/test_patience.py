@@ -8,9 +8,9 @@ import redis
 from streamadv.batch.session import Session
 from streamadv.errors import NoBatchError
 from streamadv.store.connection import Connection
-from streamadv.trainer import supply
+from streamadv.trainer import loop
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.sessions import Sessions
+from streamadv.trainer.session import Sessions
 from tests.support import Forward, compute_all, group_all, pushed_run
 
 
@@ -31,7 +31,7 @@ def test_a_batch_that_is_found_named_is_progress(
         return checked(self)
 
     monkeypatch.setattr(Sessions, "checked", checked_after_an_outage)
-    monkeypatch.setattr(supply, "wait_for_news", lambda *_: compute_all(run))
+    monkeypatch.setattr(loop, "wait_for_news", lambda *_: compute_all(run))
     assert (
         TrainerQueue(fake, "r", batch_groups=2, prefetch=0, commit="each_batch").next_batch(timeout=5)
         is not None

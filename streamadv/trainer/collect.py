@@ -1,50 +1,57 @@
-"""From the record of the next batch to the batch itself, on one rank: collects results, reads payloads, delivers."""
+"""From the record of the next batch to the batch itself, on one rank: reads results and payloads, delivers."""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 from .. import tracing
-from ..advantage.results import BatchResults, Result, counts_of, misfit
-from ..batch import traces
+from ..advantage.results import BatchResults, Result, counts_of, misfit, parse_result
+from ..batch import recovery, traces
+from ..batch.commit import stored_result
 from ..batch.exclusion import leave_out
+from ..batch.follower import Follower
+from ..batch.leader import Leader
 from ..batch.record import BatchRecord, Death
-from ..batch.session import Session
+from ..batch.selection import BATCH_ID
 from ..batch.work import WorkItem, work_items
-from ..errors import BatchLostError, UndecodableGroupError
+from ..errors import BatchLostError, UndecodableGroupError, WireError
 from ..grouping.groups_log import Pointer, read_groups
 from ..grouping.layout import Layout
-from ..messages import log_fields
+from ..messages import brief, log_fields
+from ..run import Shard
+from ..run.malformed import reject
 from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
 from .fetch import ReadAhead
 from .late_columns import LateColumn
-from .memory import ColumnMemory
 from .microbatch import Batch
 from .plan import Rank
 from .report import batch_figures, named
-from .results_log import ResultsLog
 
 logger = logging.getLogger(__name__)
 
 STAGE: Final = "trainer"
 
 
-class BatchReader:
+class Collector:
     """What one rank has read, in one session, of batches that are not delivered: results, payloads of the next one."""
 
-    def __init__(self, session: Session, rank: Rank, late: Mapping[str, LateColumn]) -> None:
+    def __init__(self, session: Leader | Follower, rank: Rank, late: Mapping[str, LateColumn]) -> None:
         self.session = session
         self._rank = rank
         self._late = late
-        self.log = ResultsLog(session)
         self.ahead: ReadAhead | None = None  # of the batch to be delivered next
         self.ready: tuple[BatchRecord, Batch] | None = None  # to be delivered next, once all of it is here
         self._layout = Layout.of([])  # made last
-        self._memory = ColumnMemory(rank.device)
+        #: Last entry read of each shard's results log: each is read once, in order.
+        self.cursors = dict.fromkeys(range(len(session.run.keys.shards)), "0-0")
+        # Not delivered yet, by batch, in the order of the logs. `publish.lua` publishes one result of each work item:
+        # foreign processes have written any others.
+        self._results: dict[str, list[Result]] = defaultdict(list)
 
     def collect(self) -> Batch | None:
         """The next batch, the same until `hand_out`. None while it is not named, or some of its results are missing.
@@ -60,7 +67,6 @@ class BatchReader:
         ):  # rank 0 may have committed it meanwhile
             return self.ready[1]
         if record is None:
-            self.log.remove_strays()
             return None
         self.read_ahead(record)
         computed = self._computed(record)
@@ -69,7 +75,7 @@ class BatchReader:
         fetched = self.ahead.result() if self.ahead else None
         since = tracing.now()
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, self._memory, fetched)
+            batch = deliver(session.run, computed, self._rank, self._late, fetched)
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
@@ -88,7 +94,7 @@ class BatchReader:
         self.session.progress.deliver(record)
         self.ready = None
         self.session.dropped.clear()
-        self.log.forget(record.id)
+        self._results.pop(record.id, None)
         self.stop()
 
     def exclude(self, error: UndecodableGroupError) -> bool:
@@ -117,7 +123,7 @@ class BatchReader:
             self.stop()
             with suppress(BatchLostError, *RETRYABLE):
                 layout = self._lay_out(record, ())
-                self.ahead = ReadAhead(self.session.run, record, layout, self._rank, self._memory)
+                self.ahead = ReadAhead(self.session.run, record, layout, self._rank)
 
     def stop(self) -> None:
         """Fetch nothing ahead."""
@@ -128,10 +134,9 @@ class BatchReader:
     def _computed(self, record: BatchRecord) -> ComputedBatch | None:
         """The batch with its results, without dead groups. None while some results have not been published."""
         items = work_items(record)
-        if self.log.results_of(record.id, items) is None:
-            self.log.read()
-        self.log.remove_strays()
-        while (results := self.log.results_of(record.id, items)) is not None:
+        if self.results_of(record.id, items) is None:
+            self.read()
+        while (results := self.results_of(record.id, items)) is not None:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = self.session.dead_letter(record, deaths)
             layout = self._lay_out(record, dead)
@@ -141,7 +146,7 @@ class BatchReader:
             result, problem = foreign
             fields = self._log_fields("results_unusable", record)
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
-            self.log.remove(result)
+            self._results[record.id].remove(result)
         return None
 
     def _lay_out(self, record: BatchRecord, dead: Container[str]) -> Layout:
@@ -153,6 +158,47 @@ class BatchReader:
 
     def _log_fields(self, event: str, record: BatchRecord) -> dict[str, object]:
         return log_fields(event, run=self.session.run.name, role=STAGE, batch=record.k)
+
+    # The results logs
+
+    def read(self) -> None:
+        """Keep the results that are new in the logs. Rank 0, which knows all batches, removes what is of none."""
+        run = self.session.run
+        pipe = run.connection.scripts.pipeline(transaction=False)
+        for number, keys in enumerate(run.keys.shards):
+            pipe.xrange(keys.results, f"({self.cursors[number]}", "+")
+        for shard, entries in zip(run.shards, pipe.execute(), strict=True):
+            for entry_id, fields in entries:
+                self._take(shard, entry_id, fields)
+                self.cursors[shard.index] = entry_id.decode()  # the server may have gone away before
+
+    def _take(self, shard: Shard, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
+        session = self.session
+        named = list(session.batches.values())  # at once: another thread may commit some
+        try:
+            result = parse_result(shard.keys, fields)
+            batch = next((batch for batch in named if batch.record.id == result.batch), None)
+            if batch is not None and batch.results is not None:
+                batch.results.append(stored_result(shard, entry_id, fields))
+            if batch is not None or not session.leads:
+                self._results[result.batch].append(result)
+            elif not BATCH_ID.fullmatch(result.batch):
+                raise WireError(f"batch {brief(result.batch)} is none of this run")
+            elif session.has_same_servers():  # else the next session decides: the batch may have been lost
+                # Published while the batch was committed or undone, after that had looked for results to delete.
+                recovery.undo_in_shard(session.run, shard, result.batch, session.epoch)
+        except WireError as error:
+            if session.leads and session.has_same_servers():
+                reject(shard, shard.keys.results, entry_id.decode(), str(error))
+
+    def results_of(self, batch_id: str, items: Sequence[WorkItem]) -> list[Result] | None:
+        """The first result of each work item of a batch; None while some have not been published."""
+        first: dict[int, Result] = {}
+        for result in self._results[batch_id]:
+            first.setdefault(result.header.unit, result)
+        if any(item.number not in first for item in items):
+            return None
+        return [first[item.number] for item in items]
 
 
 def _first_misfit(

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 import redis
+import torch
 
 from streamadv.batch.commit import read_results
 from streamadv.batch.named import NamedBatch
 from streamadv.batch.record import read_records
-from streamadv.batch.session import Session
 from streamadv.batch.work import work_items
 from streamadv.errors import NoBatchError
 from streamadv.run import Run, Shard
+from streamadv.run.malformed import list_malformed
 from streamadv.store.connection import Connection
-from streamadv.trainer import supply
+from streamadv.trainer import loop
+from streamadv.trainer.collect import Collector
+from streamadv.trainer.plan import Rank
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.results_log import ResultsLog
 
 from ...support import compute_all, delivered_batch, group_all, problems, pushed_run
 
@@ -38,10 +40,20 @@ def computed(fake: Connection) -> Run:
     return run
 
 
-def log_of(run: Run, leads: bool = True) -> ResultsLog:
+def log_of(run: Run, leads: bool = True) -> Collector:
     """As the rank of a session has it that knows all named batches."""
     batches = {k: NamedBatch(record) for k, record in read_records(run).items()}
-    return ResultsLog(cast(Session, SimpleNamespace(run=run, leads=leads, batches=batches)))
+    session: Any = SimpleNamespace(
+        run=run, leads=leads, batches=batches, epoch=1, has_same_servers=lambda: True
+    )
+    return Collector(session, Rank(0, 1, torch.device("cpu")), {})
+
+
+def problem_of(run: Run) -> str:
+    """Why the one entry that was removed from the results log is none."""
+    (note,) = list_malformed(run.home)
+    assert note.id.startswith("results/")
+    return note.detail
 
 
 def test_results_are_read_once_and_kept_until_the_batch_is_delivered(computed: Run) -> None:
@@ -49,14 +61,12 @@ def test_results_are_read_once_and_kept_until_the_batch_is_delivered(computed: R
     items, log = work_items(record), log_of(computed)
     assert log.results_of(record.id, items) is None
     log.read()
-    assert log.strays == []
     results = log.results_of(record.id, items)
     assert results is not None
     assert [result.header.unit for result in results] == [item.number for item in items]
     log.read()
-    assert log.strays == []
     assert log.results_of(record.id, items) == results
-    log.forget(record.id)
+    log._results.pop(record.id)
     assert log.results_of(record.id, items) is None
 
 
@@ -69,35 +79,31 @@ def test_the_first_of_several_results_counts_until_it_is_removed(computed: Run) 
     log.read()
     (first,) = log.results_of(record.id, items) or []
     assert log.results_of(record.id, items) == [first]
-    log.remove(first)
+    log._results[record.id].remove(first)
     (second,) = log.results_of(record.id, items) or []
     assert second is not first
-    log.remove(second)
+    log._results[record.id].remove(second)
     assert log.results_of(record.id, items) is None
 
 
-def test_strays_are_returned_to_the_rank_that_knows_the_batches(computed: Run) -> None:
+def test_rank_0_removes_what_is_of_no_batch(computed: Run) -> None:
     scripts, key = computed.connection.scripts, computed.keys.home.results
-    ((_, fields),) = scripts.xrange(key)
-    junk: bytes = scripts.xadd(key, {"junk": "1"})
-    foreign: bytes = scripts.xadd(key, {**fields, b"batch": b"none"})
-    late: bytes = scripts.xadd(key, {**fields, b"batch": b"7-0123456789ab"})
-    log = log_of(computed)
-    log.read()
-    strays = {stray.entry: stray for stray in log.strays}
-    assert strays.keys() == {junk.decode(), foreign.decode(), late.decode()}
-    assert strays[junk.decode()].problem == "field batch is missing"
-    assert strays[foreign.decode()].problem == "batch 'none' is none of this run"
-    assert (strays[late.decode()].problem, strays[late.decode()].batch) == (None, "7-0123456789ab")
-    other_rank = log_of(computed, leads=False)  # does not know which batches there are
-    other_rank.read()
-    assert other_rank.strays == []
+    ((entry, fields),) = scripts.xrange(key)
+    scripts.xadd(key, {"junk": "1"})
+    scripts.xadd(key, {**fields, b"batch": b"none"})
+    scripts.xadd(key, {**fields, b"batch": b"7-0123456789ab"})
+    log_of(computed, leads=False).read()  # does not know which batches there are
+    assert scripts.xlen(key) == 4
+    log_of(computed).read()
+    assert [left for left, _ in scripts.xrange(key)] == [entry]
+    notes = [note.detail for note in list_malformed(computed.home)]
+    assert notes == ["field batch is missing", "batch 'none' is none of this run"]
 
 
 def test_another_thread_may_commit_while_results_are_taken(computed: Run) -> None:
     ((k, record),) = read_records(computed).items()
     log = log_of(computed)
-    batches: dict[int, Any] = log._session.batches
+    batches: dict[int, Any] = log.session.batches
 
     class Named:
         results: ClassVar[list[Any]] = []
@@ -115,7 +121,7 @@ def test_another_thread_may_commit_while_results_are_taken(computed: Run) -> Non
 def test_strays_are_removed_although_the_server_was_away_at_first(
     computed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read once: what was not removed then would hold its bytes until the next session."""
+    """What was not removed then is at the next look."""
     scripts, key, call = computed.connection.scripts, computed.keys.home.results, Shard.call
     ((_, fields),) = scripts.xrange(key)
     scripts.xadd(key, {"junk": "1"})
@@ -131,7 +137,9 @@ def test_strays_are_removed_although_the_server_was_away_at_first(
     queue = TrainerQueue(computed.connection, "r", batch_groups=4, prefetch=0, commit="each_batch")
     assert queue.next_batch(timeout=5) is not None
     assert next(away, None) is None
-    assert [entry for _, entry in scripts.xrange(key)] == [fields]
+    with pytest.raises(NoBatchError):
+        queue.next_batch(timeout=1)
+    assert scripts.xlen(key) == 0, "neither those nor the committed batch's"
 
 
 @pytest.mark.parametrize("count", [-1, 1 << 40, 10**30])
@@ -142,11 +150,8 @@ def test_results_of_more_tokens_than_any_batch_has_are_refused(computed: Run, co
     header["groups"][0][-1] = count
     scripts.xdel(key, entry)
     scripts.xadd(key, {**fields, b"header": json.dumps(header)})
-    log = log_of(computed)
-    log.read()
-    (stray,) = log.strays
-    assert stray.problem is not None
-    assert stray.problem.startswith("header: groups.0")
+    log_of(computed).read()
+    assert problem_of(computed).startswith("header: groups.0")
 
 
 def test_a_commit_removes_all_results_of_a_batch_that_a_session_before_delivered(
@@ -160,13 +165,13 @@ def test_a_commit_removes_all_results_of_a_batch_that_a_session_before_delivered
     batch = delivered_batch(queue, run)
     queue.trained(batch)
     server = "second"
-    wait = supply.wait_for_news
+    wait = loop.wait_for_news
 
     def wait_once(*arguments: Any) -> None:
         wait(*arguments)
         raise NoBatchError("no more")
 
-    monkeypatch.setattr(supply, "wait_for_news", wait_once)
+    monkeypatch.setattr(loop, "wait_for_news", wait_once)
     with pytest.raises(NoBatchError, match="no more"):
         queue.next_batch(timeout=5)
     queue.commit(queue.state_dict())
@@ -182,11 +187,8 @@ def test_a_size_that_no_output_has_is_no_size(computed: Run) -> None:
     output = computed.keys.home.output("0")
     scripts.xadd(key, {**fields, b"output": output, b"output_bytes": b"9" * 5000})
     assert [result.output_bytes for result in read_results(computed)] == [0]
-    log = log_of(computed)
-    log.read()
-    (stray,) = log.strays
-    assert stray.problem is not None
-    assert stray.problem.startswith("output_bytes is ")
+    log_of(computed).read()
+    assert problem_of(computed).startswith("output_bytes is ")
 
 
 @pytest.mark.parametrize(
@@ -211,8 +213,5 @@ def test_results_that_do_not_fit_together_are_strays(
     scripts.xdel(key, entry)
     changed = {**fields, b"header": json.dumps(json.loads(fields[b"header"]) | header)}
     scripts.xadd(key, changed | ({b"advantages": b""} if "level" in header else {}))
-    log = log_of(computed)
-    log.read()
-    (stray,) = log.strays
-    assert stray.problem is not None
-    assert stray.problem.startswith(problem)
+    log_of(computed).read()
+    assert problem_of(computed).startswith(problem)

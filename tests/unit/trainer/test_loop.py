@@ -8,7 +8,7 @@ import pytest
 
 from streamadv.batch.record import read_records
 from streamadv.store.connection import Connection
-from streamadv.trainer import supply
+from streamadv.trainer import loop
 from streamadv.trainer.queue import TrainerQueue
 
 from ...support import compute_all, group_all, pushed_run
@@ -21,7 +21,7 @@ def test_groups_that_come_while_a_batch_is_computed_are_named_before_it_is_deliv
     run = pushed_run(fake, "r", 4)
     group_all(run)
     queue = TrainerQueue(fake, "r", batch_groups=4)
-    wait = supply.wait_for_news
+    wait = loop.wait_for_news
 
     def computed(*arguments: Any) -> None:
         compute_all(run)
@@ -29,6 +29,6 @@ def test_groups_that_come_while_a_batch_is_computed_are_named_before_it_is_deliv
         group_all(run)
         wait(*arguments)
 
-    monkeypatch.setattr(supply, "wait_for_news", computed)
+    monkeypatch.setattr(loop, "wait_for_news", computed)
     assert queue.next_batch(timeout=5) is not None
     assert set(read_records(run)) == {0, 1}

@@ -1,0 +1,391 @@
+"""One rank's loop: names what can be named, collects the next batch, waits for news, and says why there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final, Literal
+
+from redis.exceptions import ResponseError
+
+from .. import clock, doors
+from ..batch.follower import Follower
+from ..batch.hold import NotHeldError
+from ..batch.leader import Leader
+from ..errors import (
+    BatchLostError,
+    NoBatchError,
+    ServerUnreachableError,
+    StarvedError,
+    UndecodableGroupError,
+)
+from ..messages import log_fields
+from ..status.causes import why_nothing_was_kept
+from ..status.watchdog import Limits, Watchdog, why_no_batch
+from ..store.reasons import Reason
+from ..store.retry import RETRYABLE, Outage, T, patiently
+from ..store.waiting import Blocked, Wait
+from .collect import STAGE, Collector
+from .late_columns import LateColumn
+from .microbatch import Batch
+from .report import RunFigures, named, observe, times
+from .session import Sessions
+
+logger = logging.getLogger(__name__)
+
+#: Milliseconds of one wait for news at most.
+BLOCK_MS: Final = 500
+#: Milliseconds after a new group in which no other one wakes rank 0: waking costs more than reading a group.
+REST_MS: Final = 20
+#: The longest pause between two looks at whether rank 0 has taken the run, in seconds.
+HOLD_CAP_S: Final = 0.5
+#: Batches in a row without any advantage, after which that is told.
+FLAT_BATCHES: Final = 5
+
+
+class Loop:
+    """The next batch of one rank, and every other call that waits for the server or for rank 0."""
+
+    def __init__(self, sessions: Sessions, late: Mapping[str, LateColumn], limits: Limits) -> None:
+        self.lock = doors.RLock()  # held for each step, not while this waits
+        self._sessions = sessions
+        self._progress = sessions.progress
+        self._late = late
+        self._limits = limits
+        self._closed = doors.Event()
+        self._delivered_at: float | None = None  # when a batch was delivered last
+        self._flat = 0  # batches in a row in which every advantage is 0
+        self._reported: Batch | None = None  # taken back from the training loop, with its figures
+        # Of the session that was seen last:
+        self._collector: Collector | None = None
+        self._watchdog: Watchdog | None = None  # rank 0's
+        self._run_figures: RunFigures | None = None  # likewise
+
+    @property
+    def _next(self) -> int:
+        """k of the batch to be delivered next."""
+        return self._progress.delivered
+
+    def next_batch(
+        self, timeout: float | None, max_groups: int | None, take_back: list[Callable[[], None]]
+    ) -> Batch | None:
+        """As `TrainerQueue.next_batch`. take_back: gets what undoes the delivery, for a call that does not return."""
+        started = clock.now()
+        patience = _Patience(self._sessions.run_name, timeout, self.pause)
+        while True:
+            try:
+                with self.lock:
+                    batch, collector = self._advance(patience, max_groups)
+                    if batch is not None and collector is not None:
+                        if batch is not self._reported:
+                            self._report(batch, clock.now() - started)
+                        return self._hand_out(batch, collector, max_groups, take_back)
+                if collector is None:
+                    return None
+                self._wait_for_news(collector, patience, max_groups)
+            except NotHeldError as error:
+                if patience.is_over:
+                    who = f"run {self._sessions.run_name}, rank {self._sessions.rank.number}"
+                    raise NoBatchError(f"no batch within {timeout:g} s ({who}): {error}") from None
+                patience.wait_for_hold(error)
+            except RETRYABLE as error:
+                patience.outage.pause_after(error)
+            else:
+                patience.held()
+
+    def patiently(self, call: Callable[[], T]) -> T:
+        """`call()`, repeated until the server answers and rank 0 has the run."""
+        patience = _Patience(self._sessions.run_name, None, self.pause)
+
+        def called() -> T:
+            while True:
+                try:
+                    with self.lock:
+                        return call()
+                except NotHeldError as error:
+                    patience.wait_for_hold(error)
+
+        try:
+            return patiently(called, STAGE, self._sessions.run_name, sleep=self.pause)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    def pause(self, seconds: float) -> None:
+        """Sleep. Raises when the queue is closed."""
+        self._closed.wait(seconds)
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raises when the queue is closed."""
+        if self._closed.is_set():
+            raise ServerUnreachableError(
+                f"run {self._sessions.run_name}: this queue is closed, make another one"
+            )
+
+    def close(self) -> None:
+        """Nothing is waited for any more."""
+        self._closed.set()
+        self.stop_reading()
+
+    def stop_reading(self) -> None:
+        """Read nothing ahead."""
+        if self._collector is not None:
+            self._collector.stop()
+
+    # One turn
+
+    def _advance(self, patience: _Patience, max_groups: int | None) -> tuple[Batch | None, Collector | None]:
+        """The next batch, if it is there, and the collector to wait with; no collector: the run has ended."""
+        if self._progress.finished:
+            self.stop_reading()
+            return None, None
+        session = self._sessions.finish_batch()
+        leader = session if isinstance(session, Leader) else None
+        collector = self._collector_of(session)
+        is_new = leader is not None and leader.name_ahead(False, max_groups)
+        ended = session.find(self._next) is None and session.has_ended(self._next)
+        if (ended and leader is not None and leader.name_ahead(True, max_groups)) or is_new:
+            patience.progress()
+        batch = self._collect(collector)
+        is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(self._next) is None
+        if batch is None and is_last:
+            collector.read()  # results that came after their batch was committed go before the run ends
+            lost = None if self._progress.has_delivered else why_nothing_was_kept(session.run)
+            if leader is not None:
+                leader.publish_end(self._progress.ends + 1)
+            self._progress.end()
+            if not self._progress.has_delivered:
+                self._end_without_batch(lost)
+            return None, None
+        return batch, collector
+
+    def _hand_out(
+        self,
+        batch: Batch,
+        collector: Collector,
+        max_groups: int | None,
+        take_back: list[Callable[[], None]],
+    ) -> Batch:
+        """Note that the training loop has the batch."""
+        before, ready = self._next, collector.ready
+
+        def undo() -> None:
+            with self.lock:
+                self._sessions.in_hand, self._progress.delivered, collector.ready = None, before, ready
+                self._reported = batch
+
+        take_back.append(undo)
+        self._reported = None
+        collector.hand_out()
+        # Name and read ahead what comes after the one in hand. The next call repeats what fails here.
+        with suppress(*RETRYABLE, NotHeldError):
+            if isinstance(collector.session, Leader):
+                collector.session.name_ahead(False, max_groups)
+            collector.read_ahead(collector.session.find(self._next))
+        self._sessions.delivered(batch)
+        return batch
+
+    def _collector_of(self, session: Leader | Follower) -> Collector:
+        """The collector of this session: a new session reads the logs from their start."""
+        if self._collector is None or self._collector.session is not session:
+            self.stop_reading()
+            if session.leads:
+                self._watchdog = Watchdog(session.run, self._limits)
+                self._run_figures = self._run_figures or RunFigures(session.run, self._watchdog.counters)
+            self._collector = Collector(session, self._sessions.rank, self._late)
+        return self._collector
+
+    def _collect(self, collector: Collector) -> Batch | None:
+        """The next batch without its unreadable groups; None if there is none yet.
+
+        The one place that decides what a missing or unreadable group means. Raises BatchLostError.
+        """
+        while True:
+            try:
+                return collector.collect()
+            except (BatchLostError, UndecodableGroupError) as error:
+                # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
+                # in docs/concepts/guarantees.md: nothing may be dead-lettered for it.
+                if not collector.session.has_same_servers():
+                    return None
+                if isinstance(error, BatchLostError):
+                    raise
+                if not collector.exclude(error):
+                    return None
+
+    def _end_without_batch(self, lost: str | None) -> None:
+        """lost: what became of all that was pushed. Raises StarvedError if that is why the run was never trained."""
+        version, run = self._progress.version, self._sessions.run_name
+        if lost and not version:
+            raise StarvedError(f"run {run} has ended at version 0 and nothing was trained: {lost}")
+        if self._sessions.rank.number == 0:
+            logger.warning(
+                "run %s has ended at version %d before a batch came: its producers have finished and no group is left; "
+                "%sstart producers, or give another run=",
+                run,
+                version,
+                f"in all {lost}; " if lost else "",
+                extra=log_fields("ended_without_batch", run=run, role=STAGE),
+            )
+
+    # What it reports
+
+    def _report(self, batch: Batch, wait_s: float) -> None:
+        now = clock.now()
+        figures = times(batch, wait_s, None if self._delivered_at is None else now - self._delivered_at)
+        self._delivered_at = now
+        if self._watchdog is not None and self._run_figures is not None:
+            self._watchdog.progress()
+            figures |= self._run_figures.figures(self._watchdog.counters)
+            progress = self._progress
+            self._watchdog.look_at_commits(
+                len(progress.batches),
+                progress.version - progress.committed,
+                progress.committed,
+            )
+        batch.metrics.update(named(figures))
+        if self._watchdog is not None:
+            observe(batch)
+            self._look_at_advantages(batch)
+
+    def _look_at_advantages(self, batch: Batch) -> None:
+        ends = [batch.metrics.get(f"critic/advantages/{end}") for end in ("min", "max")]
+        self._flat = self._flat + 1 if ends == [0.0, 0.0] else 0
+        if self._flat == FLAT_BATCHES:
+            run = self._sessions.run_name
+            logger.warning(
+                "run %s: all advantages of the last %d batches are 0, so nothing is learned from them "
+                "(critic/score/zero_std_ratio %g: the share of groups whose rollouts all have the same reward): look "
+                "at the rewards, or filter such groups by RunSettings(zero_variance_filter=True)",
+                run,
+                FLAT_BATCHES,
+                batch.metrics.get("critic/score/zero_std_ratio", 0.0),
+                extra=log_fields("zero_advantages", run=run, role=STAGE, batch=batch.version),
+            )
+
+    # How it waits
+
+    def _wait_for_news(self, collector: Collector, patience: _Patience, max_groups: int | None) -> None:
+        """Wait for results, groups or marks, for a part of the timeout at most.
+
+        Raises NoBatchError when the timeout is over, and the watchdog's errors where waiting cannot end.
+        """
+        session, timeout, run = collector.session, patience.timeout, self._sessions.run_name
+        patience.look(session)
+        self._sessions.news.clear()
+        unmarked = session.waits_for_marks(self._next) if isinstance(session, Leader) else None
+        if unmarked:
+            patience.wait_for_batch(unmarked)
+        elif isinstance(session, Follower):
+            patience.wait_for_batch(session.waits_for(self._next))
+        elif (
+            timeout != 0 and self._watchdog is not None
+        ):  # at least once in a call, however slow this machine is
+            self._watchdog.look()
+        if patience.is_over:
+            why = unmarked.line(run) if unmarked else why_no_batch(session.run, self._limits)
+            raise NoBatchError(f"no new group for {timeout:g} s (run {run}, batch {self._next}): {why}")
+        block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
+        if unmarked:
+            self._sessions.news.wait(block_ms / 1000)
+        elif wait_for_news(collector, block_ms, max_groups, self._closed.wait):
+            with self.lock:
+                collector.read()
+
+
+class _Patience:
+    """The waits of one call: for a batch, for rank 0 to take the run, and for the server.
+
+    The call gives up `timeout` seconds after the last progress: a new group, or a batch that was named.
+    """
+
+    def __init__(self, run: str, timeout: float | None, pause: Callable[[float], object]) -> None:
+        self.timeout = timeout
+        self.outage = Outage(STAGE, run, sleep=pause)
+        self._batch = Wait(Blocked(STAGE, "waiting for a batch", run), timeout=timeout)
+        self._hold = Wait(Blocked(STAGE, "waiting for rank 0", run), cap=HOLD_CAP_S, sleep=pause)
+        self._counts: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `timeout` seconds have passed since the last progress."""
+        return self._batch.expired
+
+    def progress(self) -> None:
+        """Start the timeout anew."""
+        self._batch.progress()
+
+    def look(self, session: Leader | Follower) -> None:
+        """Take groups that came since the last look as progress, also those that rank 0 has dropped already."""
+        if not self.timeout:
+            return
+        pipe: Any = session.run.connection.scripts.pipeline(transaction=False)
+        for keys in session.run.keys.shards:
+            pipe.xlen(keys.groups)
+        counts = [*pipe.execute(), len(session.dropped)]
+        if any(now > before for now, before in zip(counts, self._counts, strict=False)):
+            self.progress()
+        self._counts = counts
+
+    def wait_for_batch(self, reason: Reason) -> None:
+        """Say after a while why there is no batch. Does not pause."""
+        self._batch.because(reason)
+
+    def wait_for_hold(self, error: NotHeldError) -> None:
+        """Pause until rank 0 may have taken the run, and say after a while why it has not."""
+        self._hold.because(Reason("other_rank", str(error)))
+        self._hold.pause()
+
+    def held(self) -> None:
+        """The server answers and rank 0 has the run."""
+        self.outage.over()
+        self._hold.over()
+
+
+def wait_for_news(
+    collector: Collector, block_ms: int, max_groups: int | None, sleep: Callable[[float], object]
+) -> bool:
+    """Return when a result has come, or another batch can be named; at the latest after `block_ms`.
+
+    Returns whether there are results to read. The shards get equal parts of the time, one after another.
+    """
+    shards = range(len(collector.session.run.keys.shards))
+    part_ms = max(1, block_ms // len(shards))
+    started = clock.now()
+    for shard in shards:
+        news = _wait_in_shard(collector, shard, part_ms, max_groups)
+        if news:
+            return news == "results"
+    if clock.now() - started < block_ms / 2000:
+        sleep(part_ms / 1000)  # a server that does not block must not be asked in a loop
+    return False
+
+
+def _wait_in_shard(
+    collector: Collector, shard: int, part_ms: int, max_groups: int | None
+) -> Literal["results", "groups"] | None:
+    """Wait for one shard's results and, on rank 0, for its groups."""
+    run, rests = collector.session.run, False
+    leader = collector.session if isinstance(collector.session, Leader) else None
+    keys, until = run.keys.shard(shard), clock.now() + part_ms / 1000
+    while (left_ms := round((until - clock.now()) * 1000)) > 0:
+        streams: dict[Any, Any] = {keys.results: collector.cursors[shard]}
+        if leader is not None and leader.waits_for_groups and not rests:
+            streams[keys.groups] = leader.cursors[shard]
+        block_ms = min(left_ms, REST_MS) if rests else left_ms
+        try:
+            reply: Any = run.connection.blocking(part_ms).xread(streams, count=1, block=block_ms)
+        except ResponseError as error:
+            if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
+                raise
+            reply = None
+        come = dict(reply or {})
+        if keys.results.encode() in come:
+            return "results"
+        if come and leader is not None and leader.could_name(max_groups):
+            return "groups"
+        if not come and not rests:
+            return None
+        rests = bool(come)
+    return None

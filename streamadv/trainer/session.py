@@ -1,0 +1,301 @@
+"""One rank's trainer sessions, and what its training loop reports through them: trained, and in a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final, Literal
+
+from .. import doors
+from ..batch.follower import Follower, JobKey, join
+from ..batch.hold import NotHeldError
+from ..batch.job import check_job, count_queue, find_job, random_job
+from ..batch.leader import Leader
+from ..batch.progress import Progress
+from ..batch.record import BatchRecord
+from ..batch.recovery import take_over, undo_other_chains
+from ..batch.settings import NamingSettings
+from ..errors import SettingError
+from ..messages import log_fields
+from ..run import Run, open_run
+from ..run.manifest import RunSettings
+from ..store.connection import Connection
+from ..store.replies import as_count
+from ..store.retry import RETRYABLE
+from .heartbeat import Heartbeat
+from .microbatch import Batch
+from .plan import Rank
+
+logger = logging.getLogger(__name__)
+
+Mark = Literal["auto", "explicit"]
+Commit = Literal["each_batch", "manual"]
+
+#: Seconds between two looks at whether the server has the manifest that this job knows.
+REFRESH_S: Final = 1.0
+
+
+class Sessions:
+    """The trainer sessions of one rank, one after another; all go on from the same `progress`.
+
+    A session is begun when it is first needed, and again when a server was replaced. Rank 0 takes the run; a rank above
+    0 joins, and its calls raise NotHeldError until rank 0 has taken it. All calls raise EpochFencedError when a newer
+    trainer has taken over. No call is made to a server before the first session, and none is tried again here.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        run: str,
+        settings: RunSettings | None,
+        naming: NamingSettings,
+        rank: Rank,
+        job: str | None,
+        epoch: int | None,
+        progress: Progress,
+        mark: Mark,
+        commit: Commit,
+    ) -> None:
+        self.naming = naming
+        self.progress = progress
+        self.run_name, self.rank = run, rank
+        self._connection = connection
+        self._run_settings = settings
+        self._job = None if job is None else check_job(job)
+        self._epoch = epoch
+        self._mark = mark
+        self._commits = commit == "each_batch"
+        #: Of this queue among those of its run, rank and process.
+        self.number = count_queue(run, rank.number) if rank.world_size > 1 else 0
+        self.in_hand: Batch | None = None  # delivered last; only where the next one marks it
+        #: Set when a batch was marked; who waits for that clears it first.
+        self.news = doors.Event()
+        self._run: Run | None = None
+        self._session: Leader | Follower | None = None
+        self._is_stale = False  # its servers were replaced
+        self._heartbeat = Heartbeat(rank, progress)
+        self._is_checked = False  # the server has accepted this process once
+        self._warns_of_history = False  # at the first batch, unless a checkpoint is loaded before
+
+    # The session
+
+    def current(self) -> Leader | Follower:
+        """The session, whatever servers it began on."""
+        return self._session or self._begin()
+
+    def checked(self) -> Leader | Follower:
+        """The session on the servers as they are now.
+
+        After a restart or failover that is a new one, which repeats what the servers may have lost: see "Going back in
+        time" in docs/concepts/guarantees.md.
+        """
+        if self._run is not None:
+            self._run.refresh_if_changed(REFRESH_S)
+        if self._session is not None and not self._is_stale and not self._session.has_same_servers():
+            self.progress.servers_replaced()
+            self._is_stale = True
+        was_stale = self._is_stale
+        session = self._begin() if was_stale else self.current()
+        if was_stale and session.leads:  # a newer trainer has not taken over: that has raised
+            logger.warning(
+                "trainer: the server is not the one it was: what it may have lost was repeated",
+                extra=self._log_fields("session_stale"),
+            )
+        if session.leads and undo_other_chains(session.run, self.naming, self.progress):
+            self._session = None
+            session = self._begin()
+        if self._warns_of_history:
+            self._warns_of_history = False
+            self._warn_of_history()
+        return session
+
+    def at_hand(self) -> Leader | Follower:
+        """As `checked`, but ranks above 0 do not wait for rank 0, which may wait for them."""
+        if self.rank.number == 0:
+            return self.checked()
+        with suppress(NotHeldError, *RETRYABLE):
+            return self.checked()
+        return self.current()
+
+    def opened_run(self) -> Run:
+        """The run, whoever has it."""
+        # Credentials are checked once: later a refusal can be transient, as a restarting server loads its users late.
+        if not self._is_checked:
+            self._connection.check()
+            self._is_checked = True
+        if self._run is None:
+            self._run = open_run(self._connection, self.run_name, self._run_settings)
+        else:
+            self._run.refresh()  # writes the manifest again if the server has lost it
+        return self._run
+
+    def stored_versions(self) -> tuple[int, int]:
+        """Version and committed version of the run; it is not taken."""
+        run = self.opened_run()
+        version, committed = run.connection.scripts.hmget(run.keys.home.session, ["version", "committed"])
+        return as_count(version), as_count(committed)
+
+    def end(self) -> None:
+        """Begin anew at the next call: the progress was set back to a checkpoint."""
+        self._log_drops()
+        self._session, self._warns_of_history = None, False
+
+    def close(self) -> None:
+        """Say that this rank leaves the run."""
+        self._warn_of_uncommitted()
+        self._log_drops()
+        self._heartbeat.close()
+
+    def _log_drops(self) -> None:
+        if self._session is not None:
+            self._session.dropped.log(now=True)
+
+    def _begin(self) -> Leader | Follower:
+        run = self.opened_run()
+        session: Leader | Follower
+        if self.rank.number == 0:
+            self.progress.job = self.progress.job or self._find_job() or random_job()
+            begins = self.progress.began is None
+            session = take_over(run, self.naming, self.progress)
+            self._warns_of_history = self._warns_of_history or begins
+        else:
+            session = join(run, self.naming, self.progress, self._job_key())
+        self._session, self._is_stale = session, False
+        self._heartbeat.start(session)
+        return session
+
+    def _find_job(self) -> str | None:
+        if self._job is not None or self.rank.world_size == 1:
+            return self._job
+        return find_job(self.number)
+
+    def _job_key(self) -> JobKey:
+        """By what this rank above 0 finds its job. Raises SettingError when it has neither an id nor an epoch."""
+        job = self._job if self._epoch is not None else self._find_job()
+        if job is None and self._epoch is None:
+            raise SettingError(
+                f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
+                "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
+            )
+        return JobKey(job, self._epoch)
+
+    # What the training loop reports
+
+    def delivered(self, batch: Batch) -> None:
+        """The training loop gets the batch."""
+        self.in_hand = batch if self._mark == "auto" else None
+
+    def finish_batch(self) -> Leader | Follower:
+        """The loop asks for another batch: mark and commit the one before where that is the mode."""
+        batch = self.in_hand
+        if batch is not None and batch.version >= self.progress.version:
+            self.note_trained(batch)
+        session = self.checked()
+        if isinstance(session, Leader) and batch is not None and batch.version in session.batches:
+            if session.published_version <= batch.version:
+                session.publish_version(session.batches[batch.version].record, self._commits)
+            if self._commits:
+                session.commit(session.version)
+        self.in_hand = None
+        return session
+
+    def open(self, weights: str | None) -> None:
+        """As `TrainerQueue.open`, once."""
+        session = self.at_hand()
+        if weights is not None:
+            self.progress.publish_weights(session.version, weights)
+            if isinstance(session, Leader):
+                session.publish_weights()
+
+    def finish(self) -> None:
+        """As `TrainerQueue.finish`, once."""
+        session = self.at_hand()
+        if isinstance(session, Leader) and self._commits:
+            session.commit(session.version)
+        self.progress.finished = True
+        if isinstance(session, Leader):
+            session.finish()
+        self.news.set()
+
+    def note_trained(self, batch: Batch) -> BatchRecord:
+        """The first part of `TrainerQueue.trained`: notes in the progress, before any server is told.
+
+        Not to be repeated: a session that commits the batch forgets it.
+        """
+        session = self.current()
+        named = session.batches.get(batch.version)
+        if named is None or named.record.id != batch.id:
+            raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
+        if batch.version > session.version:
+            raise SettingError(
+                f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
+            )
+        session.note_trained(named.record, batch.kl, batch.num_trajectories)
+        return named.record
+
+    def publish_trained(self, record: BatchRecord, weights: str | None) -> None:
+        """The second part, once."""
+        if weights is not None:
+            self.progress.publish_weights(record.k + 1, weights)
+        session = self.at_hand()
+        commits = self._mark == "explicit" and self._commits
+        if isinstance(session, Leader):
+            session.publish_version(record, commits)
+            if commits:
+                session.commit(session.version)
+        self.news.set()
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """As `TrainerQueue.commit`, once."""
+        session = self.at_hand()
+        if state["version"] > session.version:
+            raise SettingError(
+                f"state has version {state['version']}, this queue is at {session.version}: load it first"
+            )
+        if isinstance(session, Leader):
+            session.commit(state["version"])
+
+    # What it warns of
+
+    def _warn_of_history(self) -> None:
+        """A run with history and no checkpoint loaded: the weights may not be those that the run has trained."""
+        version = self.progress.version
+        if not version:
+            return
+        logger.log(
+            logging.INFO if self.naming.max_staleness is None else logging.WARNING,
+            "run %s was trained to version %d before, and no checkpoint is loaded: these weights count as version %d, "
+            "and are trained on what the policy before has played. If they are not that policy's, call queue.resume("
+            "the folder of its checkpoints), give another run=, or `streamadv runs delete --run %s`",
+            self.run_name,
+            version,
+            version,
+            self.run_name,
+            extra=self._log_fields("run_with_history"),
+        )
+
+    def warn_of_batch_in_hand(self) -> None:
+        """The batch in hand is in no checkpoint before the loop says that it was trained."""
+        batch = self.in_hand
+        if batch is not None and batch.version >= self.progress.version:
+            text = (
+                "checkpoint %d does not count batch %d as trained, which this queue has delivered: if the weights have "
+                "it, call queue.trained(batch) before the checkpoint, or it is trained on again after a restart"
+            )
+            fields = self._log_fields("batch_in_hand", batch=batch.version)
+            logger.warning(text, self.progress.version, batch.version, extra=fields)
+
+    def _warn_of_uncommitted(self) -> None:
+        """The queue is closed with batches that are in no checkpoint."""
+        count = self.progress.version - self.progress.committed
+        if self.rank.number == 0 and count and not self._commits:
+            text = (
+                "run %s: %d batches are trained and in no checkpoint, and the queue is closed: the next trainer gets "
+                "them again. Save one after the loop: with queue.checkpoint(folder) as path: ..."
+            )
+            fields = self._log_fields("closed_uncommitted", count=count)
+            logger.warning(text, self.run_name, count, extra=fields)
+
+    def _log_fields(self, event: str, **fields: Any) -> dict[str, object]:
+        return log_fields(event, run=self.run_name, role="trainer", **fields)
