@@ -22,7 +22,6 @@ from ..view.texts import Ids, open_tokenizer
 from . import add_one_shot_options, joined
 from .parser import count_or_none
 
-
 COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
 #: Width of a column at most; a longer text moves the rest of its line.
 MAX_WIDTH: Final = 40

@@ -2,5 +2,5 @@
 
 In reading order: `app` (addresses and what may be asked), `serve` (the server, its host and password), `board` (the
 screen of the whole run), `book` (all groups, by lines), `rollouts` (one group, its tokens, one batch), over `texts`
-(text of tokens) and `pages` (the templates). The browser gets HTML that is escaped here, one script and one style sheet.
+(text of tokens) and `pages` (the templates). The browser gets HTML that is escaped here, a script and a style sheet.
 """

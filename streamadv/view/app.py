@@ -244,7 +244,7 @@ class Screens:
 
 def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | None) -> web.Application:
     """The application. hosts: what a browser may call this machine; None: anything."""
-    expected = f"Basic {base64.b64encode(f'view:{password}'.encode()).decode()}"
+    expected = b"Basic " + base64.b64encode(f"view:{password}".encode())
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -262,8 +262,8 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
         if hosts is not None and (request.url.host or "") not in hosts:
             # Another name that leads here is how a page of somebody else would read this one.
             raise web.HTTPForbidden(text=f"this page is at {', '.join(sorted(hosts))}")
-        given = request.headers.get("Authorization", "")
-        if password is not None and not hmac.compare_digest(given.encode(), expected.encode()):
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if password is not None and not hmac.compare_digest(given, expected):
             await asyncio.sleep(WRONG_S if given else 0)
             asks = {"WWW-Authenticate": 'Basic realm="streamadv view", charset="UTF-8"'}
             raise web.HTTPUnauthorized(text="user view, and the password", headers=asks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 from .. import clock
@@ -20,7 +21,9 @@ HISTORY: Final = 240
 RATE_S: Final = 5.0
 #: Where the cause of a wait is. All others concern the server, or every box.
 AT: Final = {
-    **dict.fromkeys(("no_producer", "producers_idle", "pacing", "max_bytes", "batch_over_budget"), "producers"),
+    **dict.fromkeys(
+        ("no_producer", "producers_idle", "pacing", "max_bytes", "batch_over_budget"), "producers"
+    ),
     **dict.fromkeys(("no_grouper", "no_scorer", "backlog", "stream_end"), "rollouts"),
     **dict.fromkeys(("incomplete_groups", "missing_scores", "ended_short", "groups_coming"), "open"),
     **dict.fromkeys(("filtered", "stale", "rolled_back", "dead"), "waiting"),
@@ -97,7 +100,8 @@ class Board:
                 _ages(status, "rollouts"), self._rate("pushed"), "pushed"),
             Box("open", "open groups", groups.open, "/groups", {"where": "open"}, _lack(status),
                 self._rate("grouped"), "ended"),
-            Box("waiting", "groups for a batch", status.groups_waiting, "/groups", {"where": "waiting"}, _staleness(status)),
+            Box("waiting", "groups for a batch", status.groups_waiting, "/groups", {"where": "waiting"},
+                _staleness(status)),
             Box("batches", "named batches", max(0, trainer.untrained), "/batch", {},
                 [f"{counted(work.length, 'work item')} left", *_ages(status, "work")], self._rate("batches"), "named"),
             Box("trainer", "policy version", trainer.version or 0, "/batch", {}, [_doing(status)],
@@ -129,11 +133,9 @@ class Board:
         return max(0.0, float(change)) / (newest.at - before[0].at)
 
     def _curve(self, name: str) -> list[float]:
-        readings = list(self.history)
-        pairs = zip(readings, readings[1:], strict=False)
         return [
             max(0.0, getattr(new, name) - getattr(old, name)) / max(1e-3, new.at - old.at)
-            for old, new in pairs
+            for old, new in pairwise(self.history)
         ]
 
 

@@ -192,8 +192,9 @@ class Book:
 def facets(lines: Sequence[Line], choice: Choice) -> dict[str, dict[str, int]]:
     """How many lines each place, outcome and source has, under the rest of the choice."""
     counts = {}
-    for name, anything in (("where", ""), ("outcome", ""), ("source", None)):
-        others = replace(choice, **{name: anything})
+    anything: dict[str, Any] = {"where": "", "outcome": "", "source": None}
+    for name, value in anything.items():
+        others = replace(choice, **{name: value})
         counted = Counter(getattr(line, name) for line in lines if others.has(line))
         counts[name] = dict(sorted(counted.items()))
     return counts

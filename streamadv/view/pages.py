@@ -70,7 +70,14 @@ def dots(line: Line, low: float, high: float) -> list[tuple[int, float, str, str
         share = 0.5 if reward is None or high <= low else (reward - low) / (high - low)
         kind = "none" if reward is None else "high" if share > 0.5 else "low"
         label = f"rollout {index}: reward {'none' if reward is None else format(reward, 'g')}"
-        found.append((place * DOT + 5, round(HEIGHT - 4 - share * (HEIGHT - 8), 1), kind if counts else f"{kind} out", label))
+        found.append(
+            (
+                place * DOT + 5,
+                round(HEIGHT - 4 - share * (HEIGHT - 8), 1),
+                kind if counts else f"{kind} out",
+                label,
+            )
+        )
     return found
 
 

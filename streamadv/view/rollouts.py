@@ -25,7 +25,9 @@ MAX_MEMBERS: Final = 16
 MAX_GROUPS: Final = 32
 EXTREMES: Final = 3
 #: Columns whose sign matters, and those whose values are names. The others go from low to high.
-DIVERGING: Final = frozenset({"advantages", "raw_advantages", "returns", "log_ratio", "token_level_rewards", "values"})
+DIVERGING: Final = frozenset(
+    {"advantages", "raw_advantages", "returns", "log_ratio", "token_level_rewards", "values"}
+)
 NAMED: Final = frozenset({"response_mask", "versions", "step", "turn"})
 #: Significant digits of a value that is sent.
 DIGITS: Final = 5
@@ -138,7 +140,9 @@ def tokens_of(trajectory: Trajectory, texts: Ids) -> dict[str, Any]:
             }
         )
     names = list(dict.fromkeys(name for row in rows for name in row["columns"]))
-    kinds = {name: "diverging" if name in DIVERGING else "named" if name in NAMED else "rising" for name in names}
+    kinds = {
+        name: "diverging" if name in DIVERGING else "named" if name in NAMED else "rising" for name in names
+    }
     return {"rows": rows, "kinds": kinds}
 
 

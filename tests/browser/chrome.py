@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import itertools
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Page:
         """Wait until a script is true, for 20 s at most; its value."""
         waits = f"""new Promise((done, fail) => {{ const began = Date.now(); const look = () => {{
             const value = (() => {{ try {{ return {script} }} catch {{ return null }} }})();
-            if (value) done(value);
+            if (value) done(value instanceof Node ? true : value);
             else if (Date.now() - began > 20000) done(null);
             else setTimeout(look, 30); }}; look(); }})"""
         value = await self.ask(waits)
@@ -64,38 +64,56 @@ class Page:
         """A key of the keyboard."""
         text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
-            await self.tell("Input.dispatchKeyEvent", type=kind, key=key, **(text if kind == "keyDown" else {}))
+            await self.tell(
+                "Input.dispatchKeyEvent", type=kind, key=key, **(text if kind == "keyDown" else {})
+            )
 
     async def size(self, width: int, height: int, dark: bool = False) -> None:
-        await self.tell("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        await self.tell(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.tell("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def shoot(self, file: Path) -> None:
-        """A picture of what is visible."""
+    async def shoot(self) -> bytes:
+        """A picture of what is visible, as PNG."""
         picture = await self.tell("Page.captureScreenshot", format="png")
-        file.write_bytes(base64.b64decode(picture["data"]))
+        return base64.b64decode(picture["data"])
 
 
-@asynccontextmanager
-async def browsing(program: str, folder: Path) -> AsyncIterator[Page]:
-    """A page of a browser of its own. folder: for its profile."""
-    words = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-             f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"]  # fmt: skip
+@contextmanager
+def chromium(program: str, folder: Path) -> Iterator[str]:
+    """A browser of its own; yields the address of its protocol. folder: for its profile."""
+    words = [
+        program,
+        *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+        *(f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"),
+    ]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
     try:
-        assert process.stderr is not None
         line = next(line for line in process.stderr if line.startswith("DevTools listening on "))
-        base = line.split()[-1].replace("ws://", "http://").partition("/devtools")[0]
-        async with aiohttp.ClientSession() as session:
-            async with session.put(f"{base}/json/new") as answer:
-                address = (await answer.json())["webSocketDebuggerUrl"]
-            async with session.ws_connect(address, max_msg_size=1 << 28) as socket:
-                page = Page(socket)
-                for domain in ("Page", "Runtime", "Log"):
-                    await page.tell(f"{domain}.enable")
-                yield page
+        yield line.split()[-1].replace("ws://", "http://").partition("/devtools")[0]
     finally:
         process.terminate()
         process.wait()
         process.stderr.close()
+
+
+@asynccontextmanager
+async def new_page(browser: str) -> AsyncIterator[Page]:
+    """A page of the browser at this address."""
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"{browser}/json/new") as answer:
+            target = await answer.json()
+        async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=1 << 28) as socket:
+            page = Page(socket)
+            for domain in ("Page", "Runtime", "Log"):
+                await page.tell(f"{domain}.enable")
+            yield page
+        async with session.get(f"{browser}/json/close/{target['id']}"):
+            pass
