@@ -31,10 +31,12 @@ from streamadv.producer import Producer
 from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
+from streamadv.run.kept import pack_results, unpack_results
 from streamadv.run.manifest import RunSettings
 from streamadv.status import Status, problems_of, read_shards, read_status
 from streamadv.status.audit import audit
 from streamadv.status.model import Ledger
+from streamadv.status.seen import kept_entries
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
@@ -332,3 +334,16 @@ def working(run: Run, *others: Callable[[threading.Event], object], **options: A
         *others,
     ):
         yield
+
+
+def change_results(run: Run, group_id: str, name: str, number: int) -> None:
+    """Change a bit of a number of a result of a kept group."""
+    shard = run.shard_of(group_id)
+    for entry in kept_entries(shard):
+        if entry.fields[b"group_id"] == group_id.encode():
+            results = unpack_results(entry.fields[b"results"])
+            changed = {each.name: each.values.copy() for each in results}
+            changed[name].view(f"u{changed[name].itemsize}")[number] ^= 1
+            packed = pack_results([each._replace(values=changed[each.name]) for each in results])
+            run.connection.scripts.xdel(shard.keys.kept, entry.id)
+            run.connection.scripts.xadd(shard.keys.kept, {**entry.fields, b"results": packed})

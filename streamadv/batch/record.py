@@ -7,7 +7,7 @@ follow in the shards (`work.apply`) are idempotent by the batch's id and repeate
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,6 +17,9 @@ from ..messages import brief, first_problem
 from ..run import Run
 from ..run.malformed import reject
 from .settings import NamingSettings
+
+#: Characters of the ids of a batch that each of its kept groups has, at most.
+KEPT_ID_CHARS: Final = 4096
 
 
 class Death(NamedTuple):
@@ -52,8 +55,11 @@ class BatchRecord(BaseModel):
         return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
 
     def for_kept(self) -> str:
-        """As JSON beside each of its groups that is kept, without the others."""
-        return self.model_dump_json(exclude={"trace", "groups"})
+        """As JSON beside each of its groups that is kept: how many groups it has, and their ids if those are short."""
+        ids = [pointer.group_id for pointer in self.groups]
+        named = {"group_ids": ids} if sum(map(len, ids)) <= KEPT_ID_CHARS else {}
+        fields = self.model_dump(mode="json", exclude={"trace", "groups"})
+        return json.dumps({**fields, "num_groups": len(ids), **named})
 
     def is_for(self, settings: NamingSettings) -> bool:
         """Whether the chain that computes it is the trainer's."""

@@ -30,7 +30,7 @@ from .parser import CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
     "demo", "server", "up", "worker", "exporter", "replay", "consume", "compute", "evals", "status", "show", "view",
-    "dead", "runs", "schema", "config", "bench",
+    "rewind", "dead", "runs", "schema", "config", "bench",
 )  # fmt: skip
 #: Commands that move trajectories, and record traces if the environment asks for it.
 TRACED: Final = ("worker", "replay", "consume")

@@ -49,7 +49,7 @@ def add_chain_options(parser: argparse.ArgumentParser) -> None:
 
 def chain_from(preset: str, config: Path | None) -> str | dict[str, Any]:
     """What `build_chain` takes: the preset's name, or the configuration in the file."""
-    return preset if config is None else _read_config(config)
+    return preset if config is None else read_chain(config, "--config")
 
 
 def run(
@@ -101,15 +101,16 @@ class _Line:
         return trajectory.status.usable and trajectory.reward is not None and trajectory.role is not Role.EVAL
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_chain(path: Path, option: str) -> dict[str, Any]:
+    """The configuration of a chain in a JSON file. Raises SettingError, which names the option."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SettingError(f"--config {path}: no such file") from None
+        raise SettingError(f"{option} {path}: no such file") from None
     except ValueError as error:
-        raise SettingError(f"--config {path}: is no JSON: {error}") from None
+        raise SettingError(f"{option} {path}: is no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise SettingError(f"--config {path}: holds {type(data).__name__}, needs an object of chain settings")
+        raise SettingError(f"{option} {path}: holds {type(data).__name__}, needs an object of chain settings")
     return data
 
 

@@ -38,7 +38,7 @@ def show_evaluations(arguments: argparse.Namespace) -> int:
     elif not evaluations:
         print(f"run {run.name}: no group of role eval has ended yet")
     else:
-        print("\n".join(map(printable, _table([COLUMNS, *map(_cells, evaluations)]))))
+        print("\n".join(map(printable, table([COLUMNS, *map(_cells, evaluations)]))))
     return 0
 
 
@@ -55,7 +55,7 @@ def _cells(evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: list[tuple[str, ...]]) -> list[str]:
     """Rows as lines: the first column left-aligned, numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

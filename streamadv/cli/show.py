@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from ..errors import StreamadvError
 from ..messages import printable
 from ..run import Run
-from ..status.kept import trajectories_of
+from ..status.kept import read_trajectories
 from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
 from ..status.turns import advantage_range, turns_of
 from ..status.why import why
@@ -63,7 +63,8 @@ def show(arguments: argparse.Namespace) -> int:
             return 0
         texts = open_tokenizer(arguments.tokenizer, run.manifest.tokenizer)
         group, index = _named(run, arguments.group)
-        trajectories = [each for each in trajectories_of(run, group) if index in (None, each.rollout_index)]
+        found = read_trajectories(run, group)
+        trajectories = [each for each in found if index in (None, each.rollout_index)]
         if arguments.json:
             for each in trajectories:
                 print(to_json(each.to_json(), inf_nan_mode="constants").decode())

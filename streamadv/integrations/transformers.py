@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..trainer.checkpoints import STATE_FILE, read_state, write_state
 from ..trainer.microbatch import Batch, MicroBatch
 from ..trainer.prompt_response import PromptResponse
 from . import refuse
+from .peft_weights import check_mergeable, merged, under_base_names
 
 require("streamadv.integrations.transformers", "transformers", "accelerate")
 import torch  # noqa: E402  after the check, which names the extra
@@ -43,9 +44,27 @@ def queue_for(
     """The trainer queue of this process: with rank, world size and device of `args`; the trainer marks and commits.
 
     options: of `TrainerQueue`, such as `batch_groups`, `tokens_per_micro_batch` and `chain`.
+
+    Raises SettingError for options that are the trainer's, and where nothing would ever be committed.
     """
-    own = {"rank": args.process_index, "world_size": args.world_size, "mark": "explicit", "commit": "manual"}
-    return TrainerQueue(connection, run, **{**own, "device": args.device.type, **options})
+    refuse("mark" in options, "mark is given: the trainer marks a batch after its step; leave it out")
+    check_commit(args, options.get("commit", "manual"))
+    own = {"rank": args.process_index, "world_size": args.world_size, "mark": "explicit"}
+    return TrainerQueue(connection, run, **{"device": args.device.type, **options, **own})
+
+
+def check_commit(args: TrainingArguments, commit: str) -> None:
+    """Raise SettingError unless either checkpoints commit what was trained, or each batch is committed."""
+    saves = args.save_strategy != "no"
+    refuse(
+        not saves and commit == "manual",
+        "save_strategy is no: without checkpoints nothing is committed, and data pile up on the server; set it, or "
+        "give queue_for commit='each_batch'",
+    )
+    refuse(
+        saves and commit == "each_batch",
+        "commit is 'each_batch': a checkpoint commits what was trained; leave it out, or set save_strategy='no'",
+    )
 
 
 def newest_checkpoint(folder: str | Path) -> str | None:
@@ -67,8 +86,8 @@ class QueueTrainer(Trainer):
     One batch is one optimizer step, however many micro-batches the queue cuts it into. Override `compute_loss(model,
     inputs, return_outputs=False, num_items_in_batch=None)`: it is called with each micro-batch. `inputs` has what
     `inputs_of` returns, `self.batch` is the batch. Sum the loss over the tokens and divide by `num_items_in_batch`, the
-    trainable tokens of the whole batch divided by the number of ranks: that is the mean over the whole batch, since DDP
-    averages over the ranks.
+    trainable tokens that the chain has left in the whole batch, divided by the number of ranks: that is the mean over
+    the whole batch, since DDP averages over the ranks.
 
     After the step the batch is marked as trained; a checkpoint holds the queue's state, and is committed when all ranks
     have saved it. Training ends after `max_steps` batches, or with the run.
@@ -76,7 +95,8 @@ class QueueTrainer(Trainer):
     Args:
         queue: by `queue_for`, on every rank.
         weights: how producers get the weights, before the first batch and after each. A folder: files of
-            `streamadv.weights`. A function: is called on every rank with the version, and returns a URI or None.
+            `streamadv.weights`; adapters of PEFT are merged into them, under the names of the model without. A
+            function: is called on every rank with the version, and returns a URI or None.
         keep_every: of a folder's versions, the multiples of it stay for good, to be evaluated later.
         positional, keywords: of the Trainer, but for `train_dataset`.
 
@@ -98,10 +118,13 @@ class QueueTrainer(Trainer):
         self.batch: Batch | None = None
         """The batch that is trained on, or was last."""
         self._figures: dict[str, list[float]] = defaultdict(list)  # metrics of the batches since the last log
+        self._rows = 0  # trained on since `train` was called
         self._weights, self._keep_every = weights, keep_every
         self._has_ended = False
         self._saved: Batch | None = None
         check(self.args, queue)
+        if isinstance(weights, str | Path):
+            check_mergeable(self.model)
         self.args.ignore_data_skip = True  # a checkpoint's queue gives what comes after it
         self.add_callback(_Marks(self))
 
@@ -140,6 +163,7 @@ class QueueTrainer(Trainer):
                     f"resume_from_checkpoint is True: no checkpoint in {self.args.output_dir} was saved whole; use "
                     "newest_checkpoint(output_dir), which is None then"
                 )
+        self._rows = 0
         if resume_from_checkpoint:
             self._load(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint or None, *positional, **keywords)
@@ -151,9 +175,10 @@ class QueueTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward pass of each micro-batch. Gradients are exchanged in the last one."""
         batch = self.batch = inputs
+        self._rows += batch.num_rows
         for name, value in batch.metrics.items():
             self._figures[name].append(value)
-        num_items = torch.tensor(batch.num_tokens / self.accelerator.num_processes, device=self.args.device)
+        num_items = self._tokens_left(batch) / self.accelerator.num_processes
         loss = torch.zeros((), device=self.args.device)
         for number, micro_batch in enumerate(batch, 1):
             is_last = number == len(batch)
@@ -163,11 +188,16 @@ class QueueTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], *positional: Any, **keywords: Any) -> None:
-        """As `Trainer.log`; with the loss go the means of `batch.metrics` since the last time."""
+        """As `Trainer.log`; with the loss go `batch.metrics` since the last time, each as its name asks for.
+
+        Largest and smallest values, counts since the batch before, what holds now; of all others the mean.
+        """
         if "loss" in logs:
-            means = {name: sum(values) / len(values) for name, values in self._figures.items()}
-            logs.update({name: value for name, value in means.items() if name not in logs})
+            figures = {name: _over_batches(name, values) for name, values in self._figures.items()}
+            logs.update({name: value for name, value in figures.items() if name not in logs})
             self._figures.clear()
+        if logs.get("train_runtime"):  # transformers counts per_device_train_batch_size rows a step
+            logs["train_samples_per_second"] = round(self._rows / logs["train_runtime"], 3)
         super().log(logs, *positional, **keywords)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -199,10 +229,19 @@ class QueueTrainer(Trainer):
             return None
         if not isinstance(self._weights, str | Path):
             return self._weights(version)
-        tensors = self.accelerator.get_state_dict(self.model_wrapped)
-        if self.args.process_index != 0:
-            return None
-        return weight_files.publish(self._weights, version, tensors, keep_every=self._keep_every)
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with merged(model):
+            tensors = self.accelerator.get_state_dict(self.model_wrapped)
+            if self.args.process_index != 0:
+                return None
+            tensors = under_base_names(model, tensors)
+            return weight_files.publish(self._weights, version, tensors, keep_every=self._keep_every)
+
+    def _tokens_left(self, batch: Batch) -> Tensor:
+        """Tokens of the batch on all ranks that a loss sums over; at least one."""
+        left = torch.tensor(float(sum(_trained_tokens(each) for each in batch)), device=self.args.device)
+        total: Tensor = self.accelerator.reduce(left, reduction="sum")
+        return total.clamp(min=1.0)
 
     def _without_exchange(self, model: Any) -> AbstractContextManager[Any]:
         """Gradients stay on their rank, unless accelerate is told to exchange them each time."""
@@ -314,6 +353,27 @@ def _tokens(batch: Batch) -> dict[str, Tensor]:
     ids = [micro_batch.input_ids for micro_batch in batch]
     tokens = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def _over_batches(name: str, values: Sequence[float]) -> float:
+    """A figure of several batches, from those of each (docs/how-to/logging.md)."""
+    if name.endswith("/max"):
+        return max(values)
+    if name.endswith("/min"):
+        return min(values)
+    if name.startswith(("ledger/", "val-core/", "val-aux/")) or name == "critic/kl_coef":
+        return values[-1]
+    if name.startswith(("groups/", "trajectories/")) and name != "groups/kept_ratio":
+        return sum(values)
+    if name.startswith("dropped/") and name.endswith("/groups"):
+        return sum(values)
+    return sum(values) / len(values)
+
+
+def _trained_tokens(micro_batch: MicroBatch) -> int:
+    """The tokens in the mask, without those at the beginning of a row: nothing predicts them."""
+    mask, starts = micro_batch.response_mask.bool(), micro_batch.cu_seqlens[:-1].long()
+    return int(mask.sum() - mask[starts].sum())
 
 
 def _is_json(path: Path) -> bool:

@@ -4,13 +4,15 @@
         episode = await env.run_episode(task, context)
         await verifiers.push(rollout, episode)
 
-An episode is one trajectory. Every branch of a trace, a path from the root of its messages to a leaf, is a row.
+An episode is one trajectory, unless its agents have rewards of their own: then each trace is one (`records`,
+`push_each`). Every branch of a trace, a path from the root of its messages to a leaf, is a row.
 Branches share what came before they parted: each sampled token is trained on in the first row that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -47,17 +49,65 @@ def push(rollout: Rollout | AsyncRollout, episode: Any, **fields: Any) -> str | 
     return rollout.push(**record(episode, **fields))
 
 
+@overload
+def push_each(rollouts: Sequence[Rollout], episode: Any, **fields: Any) -> list[str]: ...
+@overload
+def push_each(rollouts: Sequence[AsyncRollout], episode: Any, **fields: Any) -> Awaitable[list[str]]: ...
+def push_each(
+    rollouts: Sequence[Rollout] | Sequence[AsyncRollout], episode: Any, **fields: Any
+) -> list[str] | Awaitable[list[str]]:
+    """Push each trained trace of an episode as a rollout of its own, with its own reward.
+
+    Rollouts that no trace is left for fail, with the episode's last error as the detail; all do if it is not ok.
+
+    Returns the answers of the pushes. Raises TrajectoryError if there are more traces than rollouts, and what `records`
+    raises.
+    """
+    made = records(episode, **fields) if episode.ok else []
+    if len(made) > len(rollouts):
+        raise TrajectoryError(f"the episode has {len(made)} trained traces, for {len(rollouts)} rollouts")
+    each_rollout: Sequence[Any] = rollouts
+    answers = [rollout.push(**each) for rollout, each in zip(each_rollout, made, strict=False)]
+    answers += [rollout.fail("failed", failure(episode)) for rollout in each_rollout[len(made) :]]
+    if any(isinstance(answer, Awaitable) for answer in answers):
+        return asyncio.gather(*answers)
+    return answers
+
+
+def records(episode: Any, **fields: Any) -> list[dict[str, Any]]:
+    """The arguments of a push for each trained trace that is ok: one trajectory a trace, as `record` makes them."""
+    return [
+        _record(episode, [trace], fields) for trace in episode.traces if trace.agent.trainable and trace.ok
+    ]
+
+
 def record(episode: Any, **fields: Any) -> dict[str, Any]:
     """The arguments of `rollout.push` for an episode that is ok.
 
     `rows`: of the agents that are trained, each with the agent's name. `steps`: the sampled messages, with the scores
     of `trace.info["turn_rewards"]` if it has one for each. `reward` and the named `rewards`: summed over the traces of
-    those agents; None, unscorable, if one was not scored. `model_version`: the span of policies, if the training
-    run has noted it; else the rollout's own counts. `metadata` has the episode's id.
+    those agents, which have to be equal; None, unscorable, if one was not scored. `status`: truncated, if a limit or a
+    deadline ended one of them. `model_version`: the span of policies, if the training run has noted it; else the
+    rollout's own counts. `metadata` has the episode's id. fields: others, or in place of these.
 
-    Raises TrajectoryError if nothing was sampled, or log-probs are missing for a part of it.
+    Raises TrajectoryError if nothing was sampled, log-probs are missing for a part of it, or traces have different
+    rewards and no `reward` is given.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
+    found = [_rewards([trace]) for trace in traces]
+    if "reward" not in fields and any(each != found[0] for each in found):
+        said = ", ".join(
+            f"{trace.agent.name or 'unnamed'} {each['reward']}"
+            for trace, each in zip(traces, found, strict=True)
+        )
+        raise TrajectoryError(
+            f"the trained traces of the episode have different rewards ({said}), and a trajectory has one: push each "
+            "trace as a trajectory (push_each, records), or give reward= and rewards="
+        )
+    return _record(episode, traces, fields)
+
+
+def _record(episode: Any, traces: Sequence[Any], fields: dict[str, Any]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     for trace in traces:
@@ -70,9 +120,10 @@ def record(episode: Any, **fields: Any) -> dict[str, Any]:
     with_log_probs = ["rollout_log_probs" in row for row in rows]
     if any(with_log_probs) and not all(with_log_probs):
         raise TrajectoryError("rollout_log_probs: some messages have none: ask for them in every request")
-    made: dict[str, Any] = {"rows": rows, "steps": steps, "metadata": {"episode": episode.id}} | _rewards(
-        traces
-    )
+    made: dict[str, Any] = {"rows": rows, "steps": steps, "metadata": {"episode": episode.id}}
+    made |= _rewards(traces)
+    if episode.is_timeout or any(trace.is_truncated or trace.is_timeout for trace in traces):
+        made["status"] = "truncated"
     policy = getattr(getattr(episode.run, "work", None), "policy", None)
     if policy is not None:
         made["model_version"] = (policy.start, policy.end)
@@ -84,7 +135,9 @@ def failure(episode: Any) -> str:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors:
         return " ".join(f"{errors[-1].type}: {errors[-1].message}".split())
-    return "timeout" if episode.is_timeout else "the episode is not ok"
+    if episode.is_timeout:
+        return "timeout"
+    return "the episode has no trace left for it" if episode.ok else "the episode is not ok"
 
 
 def _add_rows(trace: Any, rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
@@ -129,7 +182,7 @@ def _row(trace: Any, branch: Any, mask: list[bool]) -> dict[str, Any]:
     return row
 
 
-def _rewards(traces: list[Any]) -> dict[str, Any]:
+def _rewards(traces: Sequence[Any]) -> dict[str, Any]:
     """`reward` and `rewards`, summed over the traces."""
     named: dict[str, float] = {}
     for trace in traces:

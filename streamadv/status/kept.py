@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final
@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import SettingError, WireError
 from ..messages import brief
 from ..run import Run, find_run
-from ..run.payloads import fetch_columns
+from ..run.payloads import FetchedPacket, fetch_columns
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
 from ..trajectory.columns import OUTPUT_COLUMNS, Array
@@ -53,18 +53,29 @@ def kept(
         found = find_run(connection, run_name(run))
         for group in read_groups_at(found, where):
             if outcome in (None, group.outcome) and batch in (None, group.batch):
-                yield from trajectories_of(found, group)
+                yield from read_trajectories(found, group)
     finally:
         if connection is not url:
             connection.close()
 
 
-def trajectories_of(run: Run, group: SeenGroup) -> Iterator[Trajectory]:
-    """The trajectories of a group with all their columns; none of a packet that is gone or cannot be read."""
+def read_trajectories(run: Run, group: SeenGroup) -> Iterator[Trajectory]:
+    """The trajectories of a group of this run, as `trajectories_of` has them."""
+    packets = fetch_columns(run, group.packets, None, header=True)
+    return trajectories_of(group, packets, why(group, run.manifest))
+
+
+def trajectories_of(
+    group: SeenGroup, packets: Iterable[FetchedPacket], reason: str | None
+) -> Iterator[Trajectory]:
+    """The trajectories of a group with all their columns; none of a packet that is gone or cannot be read.
+
+    packets: of the group, with their headers. reason: why the group is where it is.
+    """
     outputs = outputs_of(group)
     members = {member.rollout_index: member for member in group.members}
     found = []
-    for fetched in fetch_columns(run, group.packets, None, header=True):
+    for fetched in packets:
         if fetched.problem is None:
             indices = fetched.packet.members.table["index"].tolist()
             payloads = payloads_of(fetched.packet, fetched.columns, fetched.header)
@@ -76,7 +87,7 @@ def trajectories_of(run: Run, group: SeenGroup) -> Iterator[Trajectory]:
         trained = group.outcome == "trained" and index not in group.left_out
         more: dict[str, Any] = {
             "outcome": group.outcome,
-            "reason": why(group, run.manifest),
+            "reason": reason,
             "round": group.round,
         }
         more["batch"] = group.batch if trained or group.where == "waiting" else None
@@ -95,7 +106,7 @@ def outputs_of(group: SeenGroup) -> dict[int, dict[str, Array]]:
     for name, level, values in group.results:
         if name not in OUTPUT_COLUMNS and name != MASK:
             continue
-        counts = [_count(member, level) for member in counting]
+        counts = [count_at(member, level) for member in counting]
         if sum(counts) != len(values):
             continue
         for member, (start, stop) in zip(counting, pairwise(offsets(np.array(counts)).tolist()), strict=True):
@@ -106,7 +117,8 @@ def outputs_of(group: SeenGroup) -> dict[int, dict[str, Array]]:
     return outputs
 
 
-def _count(member: Reference, level: str) -> int:
+def count_at(member: Reference, level: str) -> int:
+    """Numbers of a member that a result of this level has."""
     counts = {
         "trajectory": 1,
         "row": len(member.row_lengths),

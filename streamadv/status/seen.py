@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ..errors import WireError
 from ..messages import brief
@@ -88,7 +88,8 @@ def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
 def read_kept_since(shard: Shard, after: str) -> tuple[str | None, Iterator[SeenGroup]]:
     """The oldest kept entry of a shard, None without any; and the groups that were kept after the entry `after`."""
     first: Any = shard.connection.scripts.xrange(shard.keys.kept, "-", "+", 1)
-    return (first[0][0].decode() if first else None), _read_kept(shard, f"({after}" if after else "-")
+    new = (entry.seen() for entry in kept_entries(shard, f"({after}" if after else "-"))
+    return (first[0][0].decode() if first else None), new
 
 
 def read_again(run: Run, group: Place) -> SeenGroup | None:
@@ -97,7 +98,7 @@ def read_again(run: Run, group: Place) -> SeenGroup | None:
     if group.where == "kept":
         page: Any = shard.connection.scripts.xrange(shard.keys.kept, group.entry, group.entry, 1)
         if page:
-            return _seen(shard, "kept", page[0][1], group.entry)
+            return KeptEntry(shard.index, group.entry, page[0][1]).seen()
     return find_group(run, group.group_id)
 
 
@@ -151,7 +152,7 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
         b"tables": tables,
         b"scores": json.dumps(scores).encode(),
     }
-    group = _seen(shard, "open", fields)
+    group = _seen(shard.index, "open", fields)
     group.slots, group.round = as_text(stored.get(b"slots", b""), 8192), _text(stored.get(b"round"))
     group.detail = "evaluation" if role == b"eval" else ""
     return group
@@ -160,14 +161,32 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
 def _read_waiting(shard: Shard) -> Iterator[SeenGroup]:
     owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
     for entry, fields in _entries(shard, shard.keys.groups):
-        group = _seen(shard, "waiting", fields, entry)
+        group = _seen(shard.index, "waiting", fields, entry)
         group.batch = as_int(owners.get(entry.encode(), b"").partition(b"-")[0])
         yield group
 
 
-def _read_kept(shard: Shard, after: str = "-") -> Iterator[SeenGroup]:
+def _read_kept(shard: Shard) -> Iterator[SeenGroup]:
+    for kept in kept_entries(shard):
+        yield kept.seen()
+
+
+class KeptEntry(NamedTuple):
+    """An entry of the stream `kept` as it stands there."""
+
+    shard: int
+    id: str
+    fields: Fields
+
+    def seen(self) -> SeenGroup:
+        """Its group, as people look at it."""
+        return _seen(self.shard, "kept", self.fields, self.id)
+
+
+def kept_entries(shard: Shard, after: str = "-") -> Iterator[KeptEntry]:
+    """The entries of a shard's stream `kept`, the oldest first. after: `(<id>` = those behind this one."""
     for entry, fields in _entries(shard, shard.keys.kept, after):
-        yield _seen(shard, "kept", fields, entry)
+        yield KeptEntry(shard.index, entry, fields)
 
 
 def _read_dead(shard: Shard) -> Iterator[SeenGroup]:
@@ -183,17 +202,17 @@ def _dead_group(shard: Shard, group_id: str) -> SeenGroup | None:
     if b"reason" not in stored:
         return None
     fields = {name.removeprefix(b"log:"): value for name, value in stored.items()}
-    group = _seen(shard, "dead", {**fields, b"group_id": group_id.encode()})
+    group = _seen(shard.index, "dead", {**fields, b"group_id": group_id.encode()})
     group.outcome = f"dead:{as_text(stored[b'reason'])}"
     return group
 
 
-def _seen(shard: Shard, where: Where, fields: Fields, entry: str = "") -> SeenGroup:
+def _seen(shard: int, where: Where, fields: Fields, entry: str = "") -> SeenGroup:
     """A group from the fields of its entry in a log."""
     head = dict(zip(_HEAD, fields.get(b"head", b"").split(b" ", 6), strict=False))
     group = SeenGroup(
         where,
-        shard.index,
+        shard,
         as_text(fields.get(b"group_id", b"")),
         as_text(fields.get(b"outcome") or head.get("outcome", b"")),
         size=as_count(head.get("size")),

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ..errors import SettingError, StreamadvError
 from ..run import Run, find_run
-from ..status.kept import trajectories_of
+from ..status.kept import read_trajectories
 from ..status.turns import advantage_range
 from ..status.why import why
 from ..store.connection import Connection
@@ -189,7 +189,7 @@ class Screens:
 
         def question(desk: Desk) -> dict[str, Any] | None:
             group = find(desk.run, desk.book.lines(), group_id)
-            for each in () if group is None else trajectories_of(desk.run, group):
+            for each in () if group is None else read_trajectories(desk.run, group):
                 if each.rollout_index == index:
                     indices = [member.rollout_index for member in group.members] if group else []
                     return {"rollout": each, "advantages": advantage_range(each), "indices": indices}
@@ -205,7 +205,7 @@ class Screens:
 
         def question(desk: Desk) -> dict[str, Any] | None:
             group = find(desk.run, desk.book.lines(), group_id)
-            for each in () if group is None else trajectories_of(desk.run, group):
+            for each in () if group is None else read_trajectories(desk.run, group):
                 if each.rollout_index == index:
                     return tokens_of(each, desk.texts)
             return None

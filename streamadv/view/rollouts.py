@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..run import Run
-from ..status.kept import trajectories_of
+from ..status.kept import read_trajectories
 from ..status.seen import SeenGroup, find_group, read_again
 from ..status.turns import Turn, advantage_range, turns_of
 from ..trajectory.columns import LOG_PROBS, Array
@@ -72,7 +72,7 @@ def find(run: Run, lines: Sequence[Line], group_id: str) -> SeenGroup | None:
 
 def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side:
     """The rollouts of a group from `start` on, with the first difference of each marked."""
-    found = sorted(trajectories_of(run, group), key=lambda each: each.rollout_index)
+    found = sorted(read_trajectories(run, group), key=lambda each: each.rollout_index)
     there = {each.rollout_index for each in found}
     shown = found[start : start + MAX_MEMBERS]
     ids = [each.rows[0].input_ids for each in shown]
@@ -212,7 +212,7 @@ def batch_view(run: Run, lines: Sequence[Line], k: int, texts: Ids) -> dict[str,
         if group is None:
             continue
         record = dict(group.record) or record
-        for each in trajectories_of(run, group):
+        for each in read_trajectories(run, group):
             for number, row in enumerate(each.rows):
                 if row.advantages is None:
                     continue

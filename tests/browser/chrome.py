@@ -115,5 +115,5 @@ async def new_page(browser: str) -> AsyncIterator[Page]:
             for domain in ("Page", "Runtime", "Log"):
                 await page.tell(f"{domain}.enable")
             yield page
-        async with session.get(f"{browser}/json/close/{target['id']}"):
-            pass
+            async with session.get(f"{browser}/json/close/{target['id']}"):
+                pass  # and it ends the connection

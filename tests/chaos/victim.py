@@ -78,9 +78,8 @@ def hooked(reached: Hook, gate: Callable[[], object] = lambda: None) -> Iterator
         called = [name for command in self._command_queue for name in _called(names, command.args)]
         return around(called, lambda: transact(self, *args, **options))
 
-    def on_push(self: Any, payloads: Any, call: Sequence[Any], also: Sequence[Any] = (), *rest: Any) -> Any:
-        called = [*_called(names, call), *_called(names, also)]
-        return around(called, lambda: push(self, payloads, call, also, *rest))
+    def on_push(self: Any, payloads: Any, call: Sequence[Any]) -> Any:
+        return around(_called(names, call), lambda: push(self, payloads, call))
 
     push, send = Client.transact, Client.execute_together
     cluster_send: Any = redis.cluster.RedisCluster.execute_command

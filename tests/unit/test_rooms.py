@@ -15,13 +15,14 @@ import pytest
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
     "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "producer", "grouping",
-    "algorithms", "losses", "padded", "batch", "advantage", "status", "view", "trainer", "processes", "integrations",
-    "demo", "cli", "testing",
+    "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "view", "trainer", "processes",
+    "integrations", "demo", "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where torch, or what they integrate, is installed; all others are imported without.
 WITH_TORCH = (
     "integrations",
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
+    *("archive.rewind", "archive.compare"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
     *("view.app", "view.pages", "view.serve"),
 )

@@ -25,6 +25,7 @@ from ...trainer import TrainerQueue
 from ...trainer.checkpoints import read_state, write_state
 from ...trainer.microbatch import Batch
 from .. import refuse
+from ..transformers import check_commit
 
 #: In the state file: rows of the next batch that are in the weights, and the id of that batch.
 ROWS: Final = "trl_rows"
@@ -46,6 +47,7 @@ class QueueRolloutWorker:
     def __init__(
         self, args: AsyncGRPOConfig, connection: Any, run: str | None = None, **options: Any
     ) -> None:
+        check_commit(args, "manual")
         groups = options.get("batch_groups", 64)
         ahead = (args.gradient_accumulation_steps + 1) * args.per_device_train_batch_size * args.world_size
         options.setdefault("prefetch", math.ceil(ahead / (groups * args.num_generations)) + 1)

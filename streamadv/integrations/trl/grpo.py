@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -20,11 +20,7 @@ from ...trainer import TrainerQueue
 from ...trainer.microbatch import Batch, MicroBatch
 from .. import refuse
 from ..transformers import Publish, QueueTrainer, rows_of
-
-#: Loss types that divide by trainable tokens, which TRL is told for the whole batch.
-BY_TOKENS: Final = ("dapo", "cispo", "vespo")
-#: Loss types that divide by rows, which TRL counts in a micro-batch.
-BY_ROWS: Final = ("grpo", "dr_grpo", "sapo", "luspo")
+from .config import BY_ROWS, check_config
 
 
 class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
@@ -42,9 +38,9 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
     | `ref_per_token_logps` (beta above 0) | `ref_log_probs`, else computed with TRL's reference model |
     | `importance_sampling_ratio` (vespo) | `rollout_is_weights`, instead of in the advantages |
 
-    The loss of a batch is the same for any number of micro-batches and ranks: sums over the tokens divided by those of
-    the whole batch (dapo, cispo, vespo), or over the rows divided by those of the whole batch (grpo, dr_grpo, sapo,
-    luspo).
+    The loss of a batch is the same for any number of micro-batches and ranks: sums over tokens divided by those that
+    the chain has left in the whole batch (dapo, cispo, vespo), or over the rows divided by those of the whole batch
+    (grpo, dr_grpo, sapo, luspo).
 
     Args:
         model: as GRPOTrainer has it.
@@ -74,7 +70,7 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
                 keywords.get(name) is not None,
                 f"{name} is given: rollouts come from the producers of the run, leave it out",
             )
-        check_config(args)
+        check_config(args, evaluates=keywords.get("eval_dataset") is not None)
         refuse(
             args.reward_weights and reward_funcs is None,
             "reward_weights is set: rewards come with what producers push; weight them there, and leave it out",
@@ -106,7 +102,6 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
             "completion_ids": rows["response_ids"],
             "completion_mask": rows["response_attention_mask"].long(),
             "tool_mask": rows["response_mask"].long(),
-            "num_items_in_batch": torch.tensor(float(batch.num_tokens)),
             "num_rows_in_batch": batch.num_rows,
         }
         if weights is not None and self.loss_type == "vespo":
@@ -135,6 +130,16 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
         self._step = 0  # TRL counts micro-batches, and logs the time of a step after so many
         self.current_gradient_accumulation_steps: float = max(1, len(inputs))
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """As TRL's, which reads the tokens of the whole batch from the inputs."""
+        if num_items_in_batch is not None:
+            tokens = num_items_in_batch * self.accelerator.num_processes
+            inputs = {**inputs, "num_items_in_batch": tokens}
+        loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -171,54 +176,6 @@ class QueueGRPOTrainer(QueueTrainer, GRPOTrainer):
                 model, ids, mask, inputs["completion_ids"].shape[1]
             )[0]
         return log_probs
-
-
-def check_config(args: GRPOConfig) -> None:
-    """Raise SettingError for a loss without an exact value, and settings that cannot hold for a queue."""
-    exact = (*BY_TOKENS, *BY_ROWS)
-    refuse(
-        args.loss_type == "bnpo",
-        "loss_type is bnpo: it divides by the trainable tokens of each micro-batch, so it depends on how a "
-        "batch is cut; loss_type='dapo' divides by those of the batch",
-    )
-    refuse(
-        args.loss_type not in exact,
-        f"loss_type is {args.loss_type}: not known to be exact, use one of {', '.join(exact)}",
-    )
-    refuse(
-        args.top_entropy_quantile < 1.0,
-        f"top_entropy_quantile is {args.top_entropy_quantile}: TRL takes the quantile of each micro-batch, so "
-        "it depends on how a batch is cut; set it to 1",
-    )
-    refuse(
-        args.entropy_coef or args.use_adaptive_entropy,
-        "entropy_coef or use_adaptive_entropy is set: TRL takes the mean entropy of each micro-batch, so it "
-        "depends on how a batch is cut; leave both out",
-    )
-    refuse(
-        args.num_iterations != 1,
-        f"num_iterations is {args.num_iterations}: a batch of the queue is one step, set it to 1",
-    )
-    refuse(
-        args.steps_per_generation != args.gradient_accumulation_steps,
-        f"steps_per_generation is {args.steps_per_generation}: a batch of the queue is one step, leave it out",
-    )
-    refuse(args.use_vllm, "use_vllm is set: producers ask their engines themselves, leave it out")
-    refuse(
-        args.mask_truncated_completions,
-        "mask_truncated_completions is set: the queue's chain does that, chain={..., 'masks': {'truncated': "
-        "True}}",
-    )
-    refuse(
-        args.scale_rewards != "group",
-        f"scale_rewards is {args.scale_rewards}: advantages come from the queue's chain; leave it out, and "
-        "give queue_for another chain, such as chain='dr_grpo' for advantages without the group's deviation",
-    )
-    refuse(
-        args.multi_objective_aggregation != "sum_then_normalize",
-        f"multi_objective_aggregation is {args.multi_objective_aggregation}: advantages come from the queue's "
-        "chain; leave it out, and give queue_for chain='gdpo', with named rewards in the push",
-    )
 
 
 @contextmanager

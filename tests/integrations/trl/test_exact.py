@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
 
 from streamadv.errors import SettingError
 from streamadv.integrations.trl import QueueGRPOTrainer, queue_for
@@ -50,6 +52,24 @@ def test_one_and_three_micro_batches_give_the_same_loss_and_gradient(
         torch.testing.assert_close(cut_gradient, gradient, atol=TOLERANCE, rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
+def test_the_loss_is_divided_by_the_tokens_that_the_chain_has_left(loss_type: str, tmp_path: Path) -> None:
+    """As TRL does with mask_truncated_completions: a row without a token left adds nothing to its divisor."""
+    made = trainer(tmp_path, loss_type=loss_type)
+    kept, masked = ROWS[:4], [row._replace(mask=torch.zeros_like(row.mask)) for row in ROWS[4:]]
+    pushed = batch_of([ROWS]).num_tokens
+    batch = replace(batch_of([kept[:2], [*kept[2:], *masked]]), num_tokens=pushed)
+    loss = float(made.training_step(made.model, batch))
+    inputs = made.inputs_of(batch_of([kept]).micro_batches[0], batch)
+    left = sum(int(row.mask.sum()) for row in kept)
+    inputs["num_items_in_batch"] = torch.tensor(float(left))
+    made.model.zero_grad()
+    made.current_gradient_accumulation_steps = 1.0
+    native = GRPOTrainer._compute_loss(made, made.model, inputs)
+    assert left < pushed
+    assert loss == pytest.approx(float(native.detach()), abs=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -60,11 +80,11 @@ def test_one_and_three_micro_batches_give_the_same_loss_and_gradient(
         ({"steps_per_generation": 2}, "steps_per_generation is 2"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
         ({"max_steps": -1}, "max_steps is -1"),
-        ({"mask_truncated_completions": True}, "mask_truncated_completions is set"),
-        ({"scale_rewards": "none"}, "scale_rewards is none: advantages come from the queue's chain"),
+        ({"mask_truncated_completions": True}, "mask_truncated_completions is True: the queue's chain"),
+        ({"scale_rewards": "none"}, "scale_rewards is '?none'?: advantages come from the queue's chain"),
         (
             {"multi_objective_aggregation": "normalize_then_sum"},
-            "multi_objective_aggregation is normalize_then_sum: .* chain='gdpo'",
+            "multi_objective_aggregation is '?normalize_then_sum'?: .* chain='trl/gdpo'",
         ),
         ({"reward_weights": [1.0, 0.5]}, "reward_weights is set: rewards come with what producers push"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig
 
 import streamadv as sa
 from streamadv import weights
@@ -103,3 +104,73 @@ def test_a_checkpoint_without_the_state_of_a_queue_is_refused(
         made.train(resume_from_checkpoint=True)
     assert newest_checkpoint(tmp_path / "out") is None
     made.queue.close()
+
+
+def test_a_log_over_several_batches_has_the_largest_the_sum_and_the_newest(tmp_path: Path) -> None:
+    args = config(tmp_path, logging_steps=2)
+    made = QueueGRPOTrainer(
+        policy(), args, queue_for(args, "redis://localhost:1", run="none"), processing_class=tokenizer()
+    )
+    figures = {
+        "response_length/max": (7.0, 3.0),
+        "response_length/min": (2.0, 1.0),
+        "ledger/trained": (8.0, 16.0),
+        "trajectories/pushed": (8.0, 4.0),
+        "groups/kept_ratio": (1.0, 0.5),
+        "critic/score/mean": (0.25, 0.75),
+    }
+    for name, values in figures.items():
+        made._figures[name] += values
+    logs = {"loss": 1.0}
+    made.log(logs)
+    assert {name: logs[name] for name in figures} == {
+        "response_length/max": 7.0,
+        "response_length/min": 1.0,
+        "ledger/trained": 16.0,
+        "trajectories/pushed": 12.0,
+        "groups/kept_ratio": 0.75,
+        "critic/score/mean": 0.5,
+    }
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])
+def test_published_weights_of_adapters_are_merged_under_the_names_of_the_model(
+    modules_to_save: list[str] | None, tmp_path: Path
+) -> None:
+    args = config(tmp_path / "out")
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=modules_to_save
+    )
+    made = QueueGRPOTrainer(
+        policy(),
+        args,
+        queue_for(args, "redis://localhost:1", run="none"),
+        weights=tmp_path / "weights",
+        processing_class=tokenizer(),
+        peft_config=lora,
+    )
+    before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    ids = torch.arange(3, 12)[None]
+    made.model.eval()
+    with torch.no_grad():
+        wanted = made.model(input_ids=ids).logits
+    for version in range(3):
+        made._publish(version)
+    engine = policy(seed=1).eval()
+    assert weights.Loader(tmp_path / "weights").refresh(engine) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(engine(input_ids=ids).logits, wanted, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(before[name], tensor) for name, tensor in made.model.state_dict().items())
+
+
+def test_adapters_that_are_no_weights_are_refused_where_weights_are_published(tmp_path: Path) -> None:
+    args = config(tmp_path / "out")
+    with pytest.raises(SettingError, match="weights is a folder: this kind of adapter cannot be merged"):
+        QueueGRPOTrainer(
+            policy(),
+            args,
+            queue_for(args, "redis://localhost:1", run="none"),
+            weights=tmp_path / "weights",
+            processing_class=tokenizer(),
+            peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        )

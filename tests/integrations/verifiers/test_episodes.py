@@ -85,10 +85,68 @@ def test_a_token_that_branches_share_is_trained_on_once() -> None:
 
 def test_agents_that_are_not_trained_are_left_out() -> None:
     judge = trace(CHAIN, "judge", trainable=False, rewards={"strict": {"score": 9.0}})
-    second = trace(CHAIN, "critic", rewards={"right": {"score": 2.0}, "kind": {"score": 3.0}})
-    record = verifiers.record(episode(judge, trace(CHAIN), second))
+    record = verifiers.record(episode(judge, trace(CHAIN), trace(CHAIN, "critic")))
     assert [row["agent"] for row in record["rows"]] == ["solver", "critic"]
-    assert (record["reward"], record["rewards"]) == (5.5, {"right": 2.5, "kind": 3.0})
+    assert (record["reward"], record["rewards"]) == (1.0, {"right": 1.0})
+
+
+WON = {"win": {"score": 1.0}}
+LOST = {"win": {"score": -1.0}}
+
+
+def test_different_rewards_of_several_agents_are_not_summed_unless_given() -> None:
+    played = episode(trace(CHAIN, "first", rewards=WON), trace(CHAIN, "second", rewards=LOST))
+    with pytest.raises(TrajectoryError, match=r"different rewards \(first 1.0, second -1.0\).*push_each"):
+        verifiers.record(played)
+    assert verifiers.record(played, reward=0.5)["reward"] == 0.5
+
+
+def test_each_trace_is_a_trajectory_with_its_own_reward() -> None:
+    played = episode(
+        trace(CHAIN, "first", rewards=WON),
+        trace(CHAIN, "judge", trainable=False),
+        trace(CHAIN, "second", rewards=LOST, stop_condition="max_turns"),
+        trace([], "third", ok=False),
+    )
+    records = verifiers.records(played)
+    assert [(each["rows"][0]["agent"], each["reward"]) for each in records] == [
+        ("first", 1.0),
+        ("second", -1.0),
+    ]
+    assert [each.get("status", "completed") for each in records] == ["completed", "truncated"]
+    assert [len(each["steps"]) for each in records] == [2, 2]
+
+
+def test_rollouts_without_a_trace_fail(redis_url: str) -> None:
+    played = episode(trace(CHAIN, rewards=WON), trace(CHAIN, rewards=LOST))
+    with Producer(redis_url, run="r") as producer, producer.group(size=3) as group:
+        assert verifiers.push_each(list(group), played) == ["pushed"] * 3
+        assert "no trace left" in group.failures[2]
+        with pytest.raises(TrajectoryError, match="2 trained traces, for 1 rollouts"):
+            verifiers.push_each(list(group)[:1], played)
+
+
+async def test_traces_of_asyncio_rollouts_are_awaited(redis_url: str) -> None:
+    played = episode(trace(CHAIN, rewards=WON), trace(CHAIN, rewards=LOST))
+    async with Producer(redis_url, run="r") as producer, producer.group(size=2) as group:
+        assert await verifiers.push_each(list(group), played) == ["pushed", "pushed"]
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        {"stop_condition": "max_turns"},
+        {"stop_condition": "agent_timeout", "is_timeout": True},
+        {"calls": [{"finish_reason": "length"}]},
+    ],
+)
+def test_what_a_limit_or_a_deadline_has_ended_is_truncated(ended: dict[str, Any]) -> None:
+    assert verifiers.record(episode(trace(CHAIN, **ended)))["status"] == "truncated"
+
+
+def test_an_episode_that_ran_out_of_time_is_truncated() -> None:
+    assert verifiers.record(episode(trace(CHAIN), is_timeout=True))["status"] == "truncated"
+    assert "status" not in verifiers.record(episode(trace(CHAIN)))
 
 
 def test_the_span_of_policies_is_the_version() -> None:

@@ -1,0 +1,105 @@
+"""`streamadv rewind`: computes a batch that was trained on again, as it was or with another chain."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..extras import TO_COMPUTE
+from ..messages import printable
+from ..units import counted
+from . import FAILED, add_import_option, add_one_shot_options, joined
+from .compute import read_chain
+from .evals import table
+
+if TYPE_CHECKING:
+    from ..archive.compare import Change
+    from ..archive.rewind import KeptBatch
+    from ..archive.source import Source
+
+COLUMNS = ("data source", "groups", "that learn", "tokens", "effective", "opposite sign")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "rewind",
+        help="computes a batch that was trained on again",
+        description="Computes batch K again from its groups that are kept, by the chain in its record, and says "
+        "bit-identical, or where the first difference is (exit status 1). With --chain it prints what another chain "
+        "would have changed: groups with a token that moves the policy, tokens that are trained on, the effective "
+        "sample size in tokens by their weights, and tokens whose advantage has the opposite sign.",
+    )
+    parser.add_argument("--batch", type=int, required=True, metavar="K", help="number of the batch")
+    parser.add_argument("--chain", metavar="CHAIN", help="another chain: a JSON file, or a preset's name")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)"
+    )
+    add_import_option(parser)
+    add_one_shot_options(parser)
+    parser.set_defaults(packages=TO_COMPUTE, run=rewind)
+
+
+def rewind(arguments: argparse.Namespace) -> int:
+    """Compare, and print."""
+    from ..algorithms.device import choose_device  # imports torch
+    from ..archive import compare
+    from ..archive.rewind import find_batch, first_difference
+    from ..archive.rewind import rewind as computed
+
+    device = choose_device(arguments.device)
+    with _source(arguments) as source:
+        batch = find_batch(source, arguments.batch)
+        print("\n".join(map(printable, _about(batch))), flush=True)
+        if arguments.chain is None:
+            again = computed(source, batch, device)
+            difference = first_difference(batch, again)
+            print(printable(f"first difference: {difference}" if difference else "bit-identical"))
+            return FAILED if difference else 0
+        record = compare.with_chain(batch, _chain(arguments.chain))
+        changes = compare.compare(source, batch, computed(source, batch, device, record))
+    print("\n".join(map(printable, table([COLUMNS, *_rows(changes)]))))
+    return 0
+
+
+@contextmanager
+def _source(arguments: argparse.Namespace) -> Iterator[Source]:
+    from ..archive.source import RunSource
+
+    with joined(arguments, reading=True) as run:
+        yield RunSource(run)
+
+
+def _chain(given: str) -> str | dict[str, Any]:
+    """A chain from a file, or a preset's name. Raises SettingError for a file that is none."""
+    path = Path(given)
+    return read_chain(path, "--chain") if path.suffix == ".json" or path.is_file() else given
+
+
+def _about(batch: KeptBatch) -> Iterator[str]:
+    there = len(batch.groups)
+    rollouts = counted(sum(len(group.members) for group in batch.groups.values()), "rollout")
+    yield f"batch {batch.record.k}: {counted(there, 'group')}, {rollouts}"
+    if there < batch.num_groups:
+        yield f"not there: {batch.absent_text()}"
+    if batch.record.late:
+        names = ", ".join(batch.record.late)
+        yield (
+            f"late: the trainer supplied {names}, what it computed from there on is not kept; the workers' part "
+            f"is {', '.join(step.name for step in batch.chain.steps) or 'empty'}"
+        )
+
+
+def _rows(changes: Mapping[str, Change]) -> Iterator[tuple[str, ...]]:
+    for source, change in changes.items():
+        before, after = change.before, change.after
+        yield (
+            source or "-",
+            str(change.groups),
+            f"{before.groups} -> {after.groups}",
+            f"{before.tokens} -> {after.tokens}",
+            f"{before.effective:.1f} -> {after.effective:.1f}",
+            f"{change.signs} of {change.compared}",
+        )

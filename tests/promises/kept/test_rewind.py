@@ -1,0 +1,230 @@
+"""A batch that is kept is computed again, bit for bit; or it says where not, or why it cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamadv import cli
+from streamadv.algorithms import build_chain, estimator_names, preset_names
+from streamadv.algorithms.registry import get_estimator
+from tests.support import (
+    Run,
+    TrainerQueue,
+    change_results,
+    delivered_batch,
+    producing,
+    push_groups,
+    trajectory,
+)
+
+from .test_kept import kept_run, train
+
+OWN = {name for name in estimator_names() if get_estimator(name).function.__module__.startswith("tests.")}
+CHAINS = [name for name in preset_names() if name not in OWN]
+SOURCES = ("math", "code")
+Rewind = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def rewound(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> Rewind:
+    """`streamadv rewind` of the run: exit status and all lines."""
+
+    def rewind(*arguments: str) -> tuple[int, str]:
+        where = ("--redis", redis_url, "--run", run)
+        status = cli.main(["rewind", "--batch", "0", "--device", "cpu", *arguments, *where])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return rewind
+
+
+def push(producer: Any, groups: int, seed: int = 0, **fields: Any) -> None:
+    """Groups of three with all columns, two rows, steps, several sources, and a baseline."""
+    rng = np.random.default_rng(seed)
+    for number in range(groups):
+        members = []
+        for index in range(4):
+            rows = []
+            for _ in range(2):
+                tokens = int(rng.integers(4, 12))
+                row = {"input_ids": np.arange(tokens), "response_mask": [0, *[1] * (tokens - 1)]}
+                row["rollout_log_probs"] = -rng.random(tokens)
+                for name in ("old_log_probs", "ref_log_probs", "teacher_log_probs"):
+                    row[name] = row["rollout_log_probs"] - 0.2 * rng.random(tokens)
+                for name in ("values", "sum_pi_squared", "token_level_rewards"):
+                    row[name] = rng.random(tokens)
+                rows.append(row)
+            steps = [{"row": 0, "start": 1, "end": 3, "state_key": "a", "reward": 0.5}]
+            steps += [{"row": 1, "start": 2, "end": 4, "state_key": "b"}]
+            members.append(
+                trajectory(
+                    f"g{number}", index, 4, rows=rows, steps=steps, reward=float(rng.integers(-2, 3)),
+                    rewards={"format": float(rng.integers(2))}, role="baseline" if index == 3 else "train",
+                    data_source=SOURCES[number % 2], **fields,
+                )
+            )  # fmt: skip
+        producer.push(members)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", CHAINS)
+def test_every_preset_gives_the_same_bits(redis_url: str, run: str, rewound: Rewind, chain: str) -> None:
+    joined = kept_run(redis_url, run, shards=2)
+    pushed = [name for name in ("old_log_probs", "values") if name in build_chain(chain).needs]
+    with producing(redis_url, run) as producer:
+        push(producer, 5)
+        train(joined, 5, chain, pushed=pushed)
+    assert rewound() == (0, "batch 0: 5 groups, 20 rollouts\nbit-identical\n")
+
+
+def test_all_estimators_are_among_them() -> None:
+    assert {*estimator_names()} - OWN == {build_chain(name).config.estimator for name in CHAINS}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("chain", ["grpo", {"estimator": "grpo", "whiten_advantages": True}])
+def test_any_number_of_ranks_has_the_same_bits(
+    redis_url: str, run: str, rewound: Rewind, world_size: int, chain: Any
+) -> None:
+    joined = kept_run(redis_url, run, shards=2)
+    ranks: list[TrainerQueue] = []
+    with producing(redis_url, run) as producer:
+        push(producer, 7)
+        for rank in range(world_size):
+            options: dict[str, Any] = {"epoch": ranks[0].epoch} if ranks else {}
+            options |= {"batch_groups": 7, "tokens_per_micro_batch": 48, "commit": "manual", "chain": chain}
+            ranks.append(TrainerQueue(joined.connection, run, rank=rank, world_size=world_size, **options))
+        for queue, part in [(queue, delivered_batch(queue, joined)) for queue in ranks]:
+            queue.trained(part)
+        ranks[0].commit(ranks[0].state_dict())
+        for queue in ranks:
+            queue.close()
+    assert rewound() == (0, "batch 0: 7 groups, 28 rollouts\nbit-identical\n")
+
+
+RUNNING = {"estimator": "reinforce", "reward": {"mean": "running", "std": "running"}}
+
+
+def test_moments_of_the_rewards_are_those_of_its_record(redis_url: str, run: str, rewound: Rewind) -> None:
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        push(producer, 3)
+        train(joined, 3, RUNNING)
+        push_later = [trajectory("later", index, 2, reward=9.0 + index) for index in range(2)]
+        producer.push(push_later)
+        train(joined, 1, RUNNING)
+    assert rewound("--batch", "1") == (0, "batch 1: 1 group, 2 rollouts\nbit-identical\n")
+    assert rewound()[0] == 0
+
+
+def test_a_bit_that_differs_is_named(redis_url: str, run: str, rewound: Rewind) -> None:
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        push(producer, 2)
+        train(joined, 2, "ppo", pushed=["values"])
+    change_results(joined, "g1", "advantages", 3)
+    status, out = rewound()
+    assert status == 1
+    assert out.splitlines()[1].startswith("first difference: group g1, rollout 0, token 3, advantages: kept ")
+    assert out.endswith(" differ)\n")
+    assert "(1 of " in out
+
+
+def some_kept(redis_url: str, run: str, chain: Any) -> Run:
+    """A run that has kept some of the 12 groups of its batch."""
+    joined = kept_run(redis_url, run, keep={"trained": 0.5})
+    with producing(redis_url, run) as producer:
+        push(producer, 12)
+        train(joined, 12, chain)
+    return joined
+
+
+def test_groups_that_are_not_there_are_named(redis_url: str, run: str, rewound: Rewind) -> None:
+    some_kept(redis_url, run, "grpo")
+    status, out = rewound()
+    first, absent, last = out.splitlines()
+    there = int(first.split()[2])
+    assert (status, last) == (0, "bit-identical")
+    assert 0 < there < 12
+    assert absent.startswith(f"not there: {12 - there} of 12 groups: g")
+
+
+def test_a_chain_over_the_batch_needs_all_of_it(redis_url: str, run: str, rewound: Rewind) -> None:
+    some_kept(redis_url, run, {"estimator": "grpo", "whiten_advantages": True})
+    status, out = rewound()
+    assert status == 1
+    assert "step advantages of its chain looks at the whole batch, and run" in out
+    assert "keep all of them (keep={'trained': 1})" in out
+    assert "groups: g" in out
+    assert rewound("--chain", "rloo")[0] == 0  # which looks at single groups
+
+
+def test_what_the_trainer_computed_is_not_kept(redis_url: str, run: str, rewound: Rewind) -> None:
+    joined = kept_run(redis_url, run)
+    chain = {"estimator": "gae", "reward": {"clip": 1.0}}
+    with producing(redis_url, run) as producer:
+        producer.push([trajectory("g", index, 2, reward=2.0 * index) for index in range(2)])
+        train(joined, 1, chain, late={"values": lambda batch: torch.zeros(batch.num_tokens)})
+    status, out = rewound()
+    assert status == 0
+    assert "late: the trainer supplied values, what it computed from there on is not kept" in out
+    assert "the workers' part is reward" in out
+    assert "0 of 0" in rewound("--chain", "grpo")[1]
+    status, out = rewound("--chain", "ppo")
+    assert (status, "the chain needs column values, which was not pushed" in out) == (1, True)
+
+
+def test_another_chain_says_what_would_have_changed(
+    redis_url: str, run: str, rewound: Rewind, tmp_path: Path
+) -> None:
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        for source, rewards in (("code", [0.0, 0.0]), ("math", [0.0, 1.0])):
+            producer.push(
+                [trajectory(source, i, 2, reward=r, data_source=source) for i, r in enumerate(rewards)]
+            )
+        train(joined, 2, {"estimator": "reinforce"})
+    chain = tmp_path / "chain.json"
+    chain.write_text(json.dumps({"estimator": "rloo", "masks": {"difficulty_low": 0.1}}))
+    status, out = rewound("--chain", str(chain))
+    rows = [line.split("  ") for line in out.splitlines()[1:]]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert status == 0
+    assert cells == [
+        ["data source", "groups", "that learn", "tokens", "effective", "opposite sign"],
+        ["code", "1", "0 -> 0", "6 -> 0", "6.0 -> 0.0", "0 of 0"],
+        ["math", "1", "1 -> 1", "6 -> 6", "6.0 -> 6.0", "0 of 6"],
+    ]
+    assert "--chain nowhere.json: no such file" in rewound("--chain", "nowhere.json")[1]
+
+
+def test_nothing_of_the_batch_is_kept(redis_url: str, run: str, rewound: Rewind) -> None:
+    kept_run(redis_url, run)
+    status, out = rewound("--batch", "7")
+    assert status == 1
+    assert "no group of batch 7 is kept in run" in out
+
+
+def test_a_batch_that_was_trained_on_twice_is_the_last_one(redis_url: str, run: str, rewound: Rewind) -> None:
+    joined = kept_run(redis_url, run)
+    options: dict[str, Any] = {"chain": "grpo", "commit": "manual"}
+    before: dict[str, Any] = {}
+    for prefix, groups in (("a", 2), ("b", 3)):
+        queue = TrainerQueue(joined.connection, run, batch_groups=groups, **options)
+        if before:
+            queue.load_state_dict(before)
+        with producing(redis_url, run) as producer:
+            push_groups(producer, groups, prefix=prefix)
+            batch = delivered_batch(queue, joined)
+        before = before or queue.state_dict()
+        queue.trained(batch)
+        queue.commit(queue.state_dict())
+        queue.close()
+    assert rewound()[1].startswith("batch 0: 3 groups")
