@@ -13,6 +13,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from . import algorithms, errors, losses, padded, weights
     from .algorithms.registry import estimator
+    from .grouping.judge import Judge
     from .grouping.scorer import Scorer
     from .grouping.unscored import UnscoredTrajectory
     from .producer.async_group import AsyncGroup, AsyncRollout
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .producer.producer import Producer
     from .producer.tickets import Ticket
     from .program import run_program
+    from .prompts.prompts import Prompts
     from .run.manifest import RunSettings
     from .settings import redis_url
     from .status.kept import kept
@@ -38,8 +40,10 @@ _HOMES = {
     "Column": "trajectory.schema",
     "Connection": "store.connection",
     "Group": "producer.group",
+    "Judge": "grouping.judge",
     "MicroBatch": "trainer.microbatch",
     "Producer": "producer.producer",
+    "Prompts": "prompts.prompts",
     "Role": "trajectory.schema",
     "Rollout": "producer.group",
     "Row": "trajectory.schema",
@@ -67,8 +71,8 @@ _HOMES = {
 _COMPUTING = ("losses", "padded", "trainer.")
 
 __all__ = [
-    "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "MicroBatch",
-    "Producer", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
+    "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "Judge",
+    "MicroBatch", "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
     "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
     "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "weights",
 ]  # fmt: skip

@@ -35,6 +35,17 @@ class OptionError(SettingError, ValueError):
     """A function of the maths or a loss got an option of wrong type or range, or one that contradicts another."""
 
 
+class JudgeAwayError(StreamadvError):
+    """A score function raises or returns it while its judge cannot be asked: the trajectories wait, no try is counted.
+
+    wait_s: seconds for which the judge asked to be left alone.
+    """
+
+    def __init__(self, text: str, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
+
+
 class WireError(StreamadvError):
     """A reader got bytes that are no payload of a schema version this release understands: use one release in a run."""
 

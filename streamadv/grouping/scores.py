@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, Final
 
-from ..errors import HungError, SettingError
+from ..errors import HungError, JudgeAwayError, SettingError
 from ..messages import brief, one_line, place_of
 from ..run.hangs import GRACE_S, call_within
 from ..trajectory.fields import is_plain
@@ -24,14 +24,20 @@ ScoreFunction = Callable[[Sequence[UnscoredTrajectory]], Sequence[Score] | Await
 #: Named rewards of a trajectory, and characters of a name, as in `schema.Trajectory`.
 MAX_REWARDS: Final = 64
 MAX_NAME_CHARS: Final = 200
+#: Kind of an error: the judge cannot be asked now.
+AWAY: Final = "away"
 
 
 class ScoreError(Exception):
-    """A scoring function failed, or its answer is no score. `kind`: exception, value, hang or crash."""
+    """A scoring function failed, or its answer is no score. `kind`: exception, value, hang, crash or away.
 
-    def __init__(self, kind: str, text: str) -> None:
+    wait_s: seconds for which a judge that is away asked to be left alone.
+    """
+
+    def __init__(self, kind: str, text: str, wait_s: float = 0.0) -> None:
         super().__init__(one_line(text))
         self.kind = kind
+        self.wait_s = wait_s
 
 
 def check_function(score: ScoreFunction, name: str) -> None:
@@ -114,6 +120,8 @@ def ask(
 
 def failure(error: BaseException) -> ScoreError:
     """What an exception of the user's function makes of a score."""
+    if isinstance(error, JudgeAwayError):
+        return ScoreError(AWAY, str(error), error.wait_s)
     return ScoreError("exception", f"{type(error).__name__}: {error}{place_of(error)}")
 
 

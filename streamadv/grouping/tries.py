@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..run import Shard
+from ..run import Run, Shard
 from ..store.replies import as_count
 from .scoring_streams import WaitingMember
 
@@ -34,14 +34,19 @@ class Tries:
             shard.call("attempt", [field, "0"])
             self._counted.discard(field)
 
-    def fewest_first(self, shard: Shard, items: Sequence[WaitingMember]) -> list[WaitingMember]:
-        """In the order of their tries: what ends this process again does so when the others are done."""
-        if len(items) < 2:
-            return list(items)
-        fields = [self._field(item) for item in items]
-        reply: Any = shard.connection.scripts.hmget(shard.keys.attempts, fields)
-        tries = dict(zip(fields, map(as_count, reply), strict=True))
-        return sorted(items, key=lambda item: tries[self._field(item)])
+    def fewest_first(
+        self, run: Run, units: Sequence[Sequence[WaitingMember]]
+    ) -> list[Sequence[WaitingMember]]:
+        """In the order of tries at their first members: what ends this process again does so when others are done."""
+        if len(units) < 2:
+            return list(units)
+        tries = dict[str, int]()
+        for index in {unit[0].packet.entry.shard for unit in units}:
+            shard = run.shard(index)
+            fields = [self._field(unit[0]) for unit in units if unit[0].packet.entry.shard == index]
+            reply: Any = shard.connection.scripts.hmget(shard.keys.attempts, fields)
+            tries.update(zip(fields, map(as_count, reply), strict=True))
+        return sorted(units, key=lambda unit: tries[self._field(unit[0])])
 
     def _field(self, item: WaitingMember) -> str:
         return f"{self._scorer} {item.trajectory.group_id} {item.trajectory.rollout_index}"

@@ -79,7 +79,8 @@ class ScorerActors:
     """A scorer of the run, as actors.
 
     function: 'MODULE:FUNCTION', which the actors import. actors: how many, or the options of each. name: which of the
-    run's scorers it is, by default the function's. columns, batch_size, timeout_s, tries: of `streamadv.Scorer`.
+    run's scorers it is, by default the function's. columns, batch_size, timeout_s, tries, whole_groups: of
+    `streamadv.Scorer`.
     """
 
     function: str
@@ -89,6 +90,7 @@ class ScorerActors:
     batch_size: int | None = None
     timeout_s: float | None = None
     tries: int | None = None
+    whole_groups: bool = False
 
     @property
     def scorer(self) -> str:
@@ -107,7 +109,8 @@ class ScorerActors:
         options = [
             word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))
         ]
-        return ["scorer", self.function, "--name", self.scorer, *options]
+        flags = ["--whole-groups"] if self.whole_groups else []
+        return ["scorer", self.function, "--name", self.scorer, *options, *flags]
 
 
 @dataclass(frozen=True, slots=True)

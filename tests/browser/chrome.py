@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
+
+DEADLINE_S: Final = 20.0  # bounds a hang
 
 
 class Page:
@@ -22,13 +26,17 @@ class Page:
 
     async def tell(self, method: str, **parameters: Any) -> Any:
         """Send a command; its result."""
+        said = await self._send(method, **parameters)
+        assert "error" not in said, said
+        return said["result"]
+
+    async def _send(self, method: str, **parameters: Any) -> Any:
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async for message in self._socket:
             said = message.json()
             if said.get("id") == number:
-                assert "error" not in said, said
-                return said["result"]
+                return said
             if said.get("method") == "Runtime.exceptionThrown":
                 self.faults.append(str(said["params"]["exceptionDetails"]))
             if said.get("method") == "Log.entryAdded" and said["params"]["entry"]["source"] == "security":
@@ -42,15 +50,19 @@ class Page:
         return said["result"].get("value")
 
     async def until(self, script: str) -> Any:
-        """Wait until a script is true, for 20 s at most; its value."""
-        waits = f"""new Promise((done, fail) => {{ const began = Date.now(); const look = () => {{
-            const value = (() => {{ try {{ return {script} }} catch {{ return null }} }})();
-            if (value) done(value instanceof Node ? true : value);
-            else if (Date.now() - began > 20000) done(null);
-            else setTimeout(look, 30); }}; look(); }})"""
-        value = await self.ask(waits)
-        assert value, f"never: {script}; the page says: {await self.ask('document.body.innerText')}"
-        return value
+        """Wait until a script is true; its value."""
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            look = f"(() => {{ try {{ return {script} }} catch {{ return null }} }})()"
+            said = await self._send(
+                "Runtime.evaluate", expression=f"Boolean({look}) && ({look})", returnByValue=False
+            )
+            if "error" not in said:  # as while the page changes
+                result = said["result"]["result"]
+                if result.get("value", "objectId" in result):
+                    return result.get("value", True)
+            await asyncio.sleep(0.03)
+        raise AssertionError(f"never: {script}; the page says: {await self.ask('document.body.innerText')}")
 
     async def open(self, url: str) -> None:
         """Go to an address; returns when it was read."""

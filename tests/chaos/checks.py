@@ -10,6 +10,7 @@ from typing import Any, Final
 from streamadv.run import Run
 from streamadv.status import problems_of, read_shards
 from streamadv.status.model import Ledger
+from streamadv.status.stored import walk
 from streamadv.store.keys import manifest_key
 from tests.support import deep_problems
 
@@ -17,7 +18,7 @@ Identity = tuple[str, int]
 
 #: Keys that outlast a drained run; streams among them must be empty.
 LASTING: Final = (
-    "ledger", "sizes", "evals", "admission", "ended", "ended_before", "trainer", "session", "producers",
+    "ledger", "sizes", "evals", "admission", "ended", "ended_before", "trainer", "session", "producers", "kept",
 )  # fmt: skip
 STREAMS: Final = ("rollouts", "groups", "work", "results", "scoring:")
 
@@ -45,13 +46,16 @@ def leftovers(run: Run) -> list[str]:
     found = []
     scripts = run.connection.scripts
     for number, keys in enumerate(run.keys.shards):
+        kept = walk(run, keys).kept
         prefix = keys.void.removesuffix("void")
         for key in sorted(key.decode() for key in scripts.scan_iter(match=f"{prefix}*", count=256)):
             name = key.removeprefix(prefix)
             if name.startswith(STREAMS) and scripts.type(key) == b"stream":
                 if length := scripts.xlen(key):
                     found.append(f"shard {number}: stream {name} has {length} entries")
-            elif name not in LASTING and scripts.pttl(key) < 0:  # attempts go by themselves
+            elif (
+                name not in LASTING and key not in kept and scripts.pttl(key) < 0
+            ):  # attempts go by themselves
                 found.append(f"shard {number}: key {name} is left behind")
     if not scripts.exists(manifest_key(run.name)):
         found.append("the manifest is gone")

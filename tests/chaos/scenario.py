@@ -180,7 +180,7 @@ def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
     def fail() -> None:
         _note(world, "failed", 0)
         _note(world, "failed", 1, 2, usable=False)
-        group = producer.begin_group(2, group_id="failed")
+        group = producer.begin_group(2, group_id="failed", columns={"image": [[1, 2], [3, 4]]})
         group.touch(3600.0)
         rollouts = list(group)
         rollouts[0].push(

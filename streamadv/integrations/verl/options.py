@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.distillation import is_distillation_enabled
 from verl.trainer.ppo.utils import need_critic
 
+from ...errors import SettingError
 from ...messages import brief
 from ...settings import redis_url, run_name
+from ...trainer import TrainerQueue
 from .. import refuse
+from .algorithm import chain_of, check_chain, check_off_policy, longest_row
 
 #: Arguments of `TrainerQueue` that may be given.
 QUEUE_OPTIONS: Final = (
@@ -65,6 +68,7 @@ def options_of(config: DictConfig, mode: str) -> Options:
             "max_staleness": batches_ahead,
             "prefetch": updates,
             "commit": "manual",
+            "tokens_per_micro_batch": longest_row(config),
             **queue,
         },
     )
@@ -76,16 +80,33 @@ def options_of(config: DictConfig, mode: str) -> Options:
         f"{WHERE}.advantages is {brief(options.advantages)}, needs streamadv or verl",
     )
     refuse(
+        not isinstance(options.generate, bool),
+        f"{WHERE}.generate is {brief(options.generate)}, needs true or false",
+    )
+    refuse(
         prompts % updates,
         f"data.train_batch_size is {prompts}, needs a multiple of parameter_sync_step ({updates})",
     )
+    check(config, mode, options)
+    if options.advantages == "streamadv":
+        check_chain(queue.get("chain"), config.algorithm, WHERE)
+        if "chain" not in queue:
+            options = replace(options, queue={**options.queue, "chain": chain_of(config.algorithm, WHERE)})
+    _check_queue(options)
     refuse(
         options.queue["prefetch"] < updates - 1,
         f"{WHERE}.prefetch is {options.queue['prefetch']}, needs at least parameter_sync_step - 1: so many "
         "batches are read before the first of them is marked",
     )
-    check(config, mode, options)
     return options
+
+
+def _check_queue(options: Options) -> None:
+    """Raise SettingError for an option that the queue would refuse when the sampler makes it."""
+    try:
+        TrainerQueue(options.url, options.run, mark="explicit", **options.queue).close()
+    except SettingError as error:
+        raise SettingError(f"{WHERE}: {error}") from None
 
 
 def check(config: DictConfig, mode: str, options: Options) -> None:
@@ -96,6 +117,12 @@ def check(config: DictConfig, mode: str, options: Options) -> None:
     checkpoint = config.actor_rollout_ref.actor.get("checkpoint") or {}
     hybrid = config.trainer.v1[mode].get("hybrid_rollout") or {}
     skip = (config.get("skip") or {}).get("rollout_tq") or {}
+    check_off_policy(config.trainer.v1.sampler, WHERE)
+    refuse(
+        ours and options.generate and config.algorithm.adv_estimator == "remax",
+        f"algorithm.adv_estimator is remax: verl's agent loops play no baseline rollouts; set {WHERE}.generate=false "
+        "with producers that push them, or another estimator",
+    )
     refuse(
         options.queue["commit"] == "manual" and config.trainer.save_freq <= 0,
         f"trainer.save_freq is {config.trainer.save_freq}: without checkpoints nothing is committed; set it, "

@@ -25,7 +25,7 @@ class Row:
     | field | shape | |
     |---|---|---|
     | `prompts`, `responses`, `input_ids` | [P], [R], [P + R] int64 | |
-    | `position_ids` | [P + R] int64 | from 0 |
+    | `position_ids` | [P + R] int64, or [4, P + R] | from 0; with channels for models whose positions have them |
     | `response_mask`, `loss_mask` | [R] int64 | 1 = trained on |
     | `rollout_log_probs` | [R] float32 | if pushed |
     | `rm_scores` | [R] float32 | the trajectory's reward, at the last token |
@@ -41,12 +41,19 @@ class Row:
     """What the chain has computed, [R] float32 each: `advantages`, `returns`, `rollout_is_weights`."""
 
 
-def rows_of(batch: Batch, global_steps: int, updates_per_sync: int) -> list[Row]:
+#: Channels of the positions of a model that reads images: of text, time, height and width.
+ROPE_CHANNELS: Final = 4
+
+
+def rows_of(
+    batch: Batch, global_steps: int, updates_per_sync: int, has_rope_channels: bool = False
+) -> list[Row]:
     """The rows of a batch that have a trainable token. A first token is none: nothing comes before it.
 
     global_steps: of verl, whose versions of weights count syncs, each after `updates_per_sync` batches.
+    has_rope_channels: of the model's positions. Rows are text, of which all channels count alike.
     """
-    return [row for mb in batch for row in _rows_of(mb, global_steps, updates_per_sync)]
+    return [row for mb in batch for row in _rows_of(mb, global_steps, updates_per_sync, has_rope_channels)]
 
 
 def uid_of(group_id: str) -> str:
@@ -66,7 +73,9 @@ def as_fields(rows: Sequence[Mapping[str, Any]]) -> TensorDict:
     return TensorDict(made, batch_size=[len(rows)])
 
 
-def _rows_of(mb: MicroBatch, global_steps: int, updates_per_sync: int) -> Iterator[Row]:
+def _rows_of(
+    mb: MicroBatch, global_steps: int, updates_per_sync: int, has_rope_channels: bool
+) -> Iterator[Row]:
     columns = {name: column for name, column in mb.columns.items() if name not in mb.optional}
     references, bounds = mb.references, mb.cu_seqlens.tolist()
     turns = None if NUM_TURNS in mb.optional else mb.extras.get(NUM_TURNS)
@@ -82,12 +91,13 @@ def _rows_of(mb: MicroBatch, global_steps: int, updates_per_sync: int) -> Iterat
         cut = start + max(1, int(trainable[0]))
         mask = columns["response_mask"][cut:stop].long()
         uid = uid_of(reference.group_id)
+        positions = torch.arange(stop - start)
         fields = {
             "uid": uid,
             "prompts": columns["input_ids"][start:cut],
             "responses": columns["input_ids"][cut:stop],
             "input_ids": columns["input_ids"][start:stop],
-            "position_ids": torch.arange(stop - start),
+            "position_ids": positions.repeat(ROPE_CHANNELS, 1) if has_rope_channels else positions,
             "response_mask": mask,
             "loss_mask": mask,
             "rm_scores": _at_the_end(reference.reward, stop - cut),

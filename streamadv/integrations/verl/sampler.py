@@ -70,6 +70,7 @@ class QueueSampler(ReplayBufferAsync):
         self.options = options
         self._connection = Connection(options.url)
         self.queue = TrainerQueue(self._connection, options.run, mark="explicit", **options.queue)
+        self._needs_log_probs, self._has_rope_channels = "", False
         self._unmarked: list[Batch] = []
         self._outputs: dict[str, Mapping[str, Tensor]] = {}  # of the rows of the last batch, by key
 
@@ -89,10 +90,15 @@ class QueueSampler(ReplayBufferAsync):
             return sampled
         batch = self._next_batch()
         self._unmarked.append(batch)
-        rows = rows_of(batch, global_steps, self.options.updates_per_sync)
+        rows = rows_of(batch, global_steps, self.options.updates_per_sync, self._has_rope_channels)
         if not rows:
             raise SettingError(
                 f"batch {batch.version} has no trainable token: see `response_mask` of what is pushed"
+            )
+        if self._needs_log_probs and "rollout_log_probs" not in rows[0].fields:
+            raise SettingError(
+                f"batch {batch.version} has trajectories without rollout_log_probs, which {self._needs_log_probs} "
+                "reads: push them, or leave it out"
             )
         self._outputs = {row.key: row.outputs for row in rows}
         keys, tags = [row.key for row in rows], [dict(row.tag) for row in rows]
@@ -103,8 +109,19 @@ class QueueSampler(ReplayBufferAsync):
 
     # What the trainer calls
 
-    def begin(self, global_steps: int, checkpoint: Path | None) -> None:
-        """Take the run, going on from a checkpoint if there is one. Raises SettingError where versions do not fit."""
+    def begin(
+        self,
+        global_steps: int,
+        checkpoint: Path | None,
+        *,
+        needs_log_probs: str = "",
+        has_rope_channels: bool = False,
+    ) -> None:
+        """Take the run, going on from a checkpoint if there is one. Raises SettingError where versions do not fit.
+
+        needs_log_probs: the setting by which verl reads rollout_log_probs. has_rope_channels: see `rows_of`.
+        """
+        self._needs_log_probs, self._has_rope_channels = needs_log_probs, has_rope_channels
         if checkpoint is not None:
             self.queue.load_state_dict(read_state(checkpoint, REMEDY))
         # Rows that verl has saved: the queue gives them again, or they are trained on.

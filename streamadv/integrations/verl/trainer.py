@@ -15,6 +15,7 @@ from verl.workers.utils.padding import response_to_nested
 
 from ...errors import SettingError
 from ...trainer.checkpoints import write_state
+from .algorithm import log_probs_reader
 from .options import options_of
 from .rows import as_fields
 from .sampler import QueueSampler
@@ -102,7 +103,12 @@ class QueuePPOTrainer(PPOTrainer):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        self.replay_buffer.begin(self.global_steps, self._loaded_checkpoint())
+        self.replay_buffer.begin(
+            self.global_steps,
+            self._loaded_checkpoint(),
+            needs_log_probs=log_probs_reader(self.config),
+            has_rope_channels=hasattr(self.processor, "get_rope_index"),
+        )
 
     # Parts
 

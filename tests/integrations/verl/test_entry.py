@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.v1 import get_trainer_cls
 
+from streamadv.algorithms import build_chain
 from streamadv.errors import SettingError
+from streamadv.integrations.verl.algorithm import chain_of
 from streamadv.integrations.verl.options import options_of
 from streamadv.integrations.verl.trainer import QueueColocateAsync
 from tests.docs.story import ROOT, blocks_of
@@ -81,6 +84,7 @@ def test_options_follow_verls_settings(tmp_path: Path) -> None:
         "commit": "manual",
         "chain": "verl/grpo",
         "min_groups": 1,
+        "tokens_per_micro_batch": None,
     }
 
 
@@ -88,6 +92,61 @@ def test_a_colocated_trainer_syncs_after_each_batch(tmp_path: Path) -> None:
     options = options_of(config_of(tmp_path, NOWHERE, "exp1"), "colocate_async")
     assert (options.window, options.updates_per_sync, options.queue["batch_groups"]) == (8, 1, 4)
     assert get_trainer_cls("streamadv_colocate_async") is QueueColocateAsync
+
+
+def chain_with(folder: Path, **changed: Any) -> Any:
+    config = config_of(
+        folder, NOWHERE, "none", **{f"algorithm__{name}": each for name, each in changed.items()}
+    )
+    return options_of(config, "separate_async").queue["chain"]
+
+
+def test_the_chain_is_that_of_verls_estimator_and_its_settings(tmp_path: Path) -> None:
+    assert chain_with(tmp_path) == "verl/grpo"
+    assert chain_with(tmp_path, norm_adv_by_std_in_grpo=False) == "verl/dr_grpo"
+    assert chain_with(tmp_path, adv_estimator="rloo") == "verl/rloo"
+    assert chain_with(tmp_path, adv_estimator="rloo", norm_adv_by_std_in_grpo=False) == "verl/rloo"
+    assert chain_with(tmp_path, adv_estimator="grpo_passk", norm_adv_by_std_in_grpo=False) == {
+        "preset": "verl/grpo_passk",
+        "norm_by_std": False,
+    }
+    assert chain_with(tmp_path, adv_estimator="reinforce_plus_plus", gamma=0.9) == {
+        "preset": "verl/reinforce_plus_plus",
+        "gamma": 0.9,
+    }
+    config = config_of(
+        tmp_path,
+        NOWHERE,
+        "none",
+        **{
+            "algorithm__adv_estimator": "gdpo",
+            "+algorithm__gdpo_reward_keys": "[acc,format]",
+            "+algorithm__gdpo_reward_weights": "[1.0,0.5]",
+        },
+    )
+    assert options_of(config, "separate_async").queue["chain"] == {
+        "preset": "verl/gdpo",
+        "weights": {"acc": 1.0, "format": 0.5},
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [each.value for each in AdvantageEstimator if each != AdvantageEstimator.GAE]
+)
+def test_each_estimator_of_verl_has_a_chain(name: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, NOWHERE, "none", algorithm__adv_estimator=name)
+    build_chain(chain_of(config.algorithm, "here"))
+
+
+def test_a_row_is_at_most_as_long_as_a_micro_batch_of_verl(tmp_path: Path) -> None:
+    limits = {
+        "actor_rollout_ref__actor__use_dynamic_bsz": True,
+        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 4096,
+        "actor_rollout_ref__rollout__log_prob_max_token_len_per_gpu": 2048,
+        "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
+    }
+    options = options_of(config_of(tmp_path, NOWHERE, "none", **limits), "separate_async")
+    assert options.queue["tokens_per_micro_batch"] == 4096
 
 
 @pytest.mark.parametrize(
@@ -100,6 +159,28 @@ def test_a_colocated_trainer_syncs_after_each_batch(tmp_path: Path) -> None:
         ({f"+{KWARGS}__advantages": "ours"}, "advantages is 'ours', needs streamadv or verl"),
         ({f"+{KWARGS}__prefetch": 0}, "prefetch is 0, needs at least parameter_sync_step - 1"),
         ({"data__train_batch_size": 3}, "data.train_batch_size is 3, needs a multiple of"),
+        ({f"+{KWARGS}__generate": "nope"}, "sampler_kwargs.generate is 'nope', needs true or false"),
+        ({f"+{KWARGS}__max_staleness": "abc"}, "sampler_kwargs: max_staleness is 'abc'"),
+        ({f"+{KWARGS}__commit": "sometimes"}, "sampler_kwargs: commit is 'sometimes'"),
+        ({f"+{KWARGS}__chain": "verl/nope"}, "sampler_kwargs: .*'verl/nope' is unknown"),
+        (
+            {f"+{KWARGS}__chain": "verl/rloo"},
+            "chain is 'verl/rloo', algorithm.adv_estimator and norm_adv_by_std_in_grpo say verl/grpo: leave the",
+        ),
+        (
+            {"algorithm__norm_adv_by_std_in_grpo": False, f"+{KWARGS}__chain": "verl/grpo"},
+            "say verl/dr_grpo",
+        ),
+        ({"algorithm__adv_estimator": "mine"}, "adv_estimator is 'mine': the queue has no preset"),
+        ({"algorithm__adv_estimator": "remax"}, "adv_estimator is remax: .* play no baseline rollouts"),
+        (
+            {"trainer__v1__sampler__max_off_policy_threshold": 1},
+            "max_off_policy_threshold is 1 and has no effect: .*drop_after",
+        ),
+        (
+            {"trainer__v1__sampler__max_off_policy_strategy": "wait"},
+            "max_off_policy_strategy is 'wait' and has no effect",
+        ),
         ({"trainer__save_freq": -1}, "trainer.save_freq is -1: without checkpoints nothing is committed"),
         ({"actor_rollout_ref__actor__checkpoint__async_save": True}, "actor.checkpoint.async_save is set"),
         ({"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator is gae, with a critic"),
@@ -125,6 +206,9 @@ def test_what_cannot_hold_is_refused_by_name(changed: dict[str, Any], message: s
         {"trainer__save_freq": -1, f"+{KWARGS}__commit": "each_batch"},
         {"algorithm__adv_estimator": "gae", f"+{KWARGS}__advantages": "verl"},
         {"algorithm__use_kl_in_reward": True, f"+{KWARGS}__advantages": "verl"},
+        {"algorithm__adv_estimator": "mine", f"+{KWARGS}__advantages": "verl"},
+        {"algorithm__adv_estimator": "mine", f"+{KWARGS}__chain": "gigpo"},
+        {"algorithm__adv_estimator": "remax", f"+{KWARGS}__generate": False},
     ],
 )
 def test_the_remedies_hold(changed: dict[str, Any], tmp_path: Path) -> None:

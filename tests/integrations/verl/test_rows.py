@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transfer_queue as tq
+from torch import Tensor
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 import streamadv as sa
 from streamadv.errors import SettingError
@@ -24,12 +29,13 @@ from .test_jobs import push
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(300)]
 
 
-def step(folder: Path, url: str, run: str, **changed: Any) -> OnCpu:
+def step(folder: Path, url: str, run: str, kind: type[OnCpu] = OnCpu, **changed: Any) -> OnCpu:
     """A trainer that has made one step: a batch of 4 groups."""
     made = trainer(
         folder,
         url,
         run,
+        kind,
         **{
             f"+{KWARGS}__generate": False,
             "trainer__v1__separate_async__parameter_sync_step": 1,
@@ -140,6 +146,54 @@ def test_verls_correction_makes_weights_and_padding_has_no_advantage(
         weights = np.exp(np.clip(row["old_log_probs"].numpy() - row["rollout_log_probs"].numpy(), -20, 20))
         expected = np.minimum(weights, 2.0) * row["response_mask"].numpy()
         np.testing.assert_allclose(row["rollout_is_weights"].numpy(), expected, rtol=1e-5)
+
+
+class WithImages(OnCpu):
+    """Of a model that reads images, whose positions have channels."""
+
+    def _init_tokenizer(self) -> None:
+        super()._init_tokenizer()
+        self.processor = SimpleNamespace(get_rope_index=None)
+
+
+def positions_of_verl(length: int) -> Tensor:
+    """As verl's agent loops compute them for a text, with the function of a model that reads images."""
+    processor = SimpleNamespace(config=Qwen2_5_VLConfig(), image_token_id=-1, video_token_id=-1)
+    processor.get_rope_index = MethodType(Qwen2_5_VLModel.get_rope_index, processor)
+    ids = torch.arange(length)[None]
+    loops = SimpleNamespace(processor=processor)
+    inputs = {"mm_token_type_ids": torch.zeros_like(ids)}
+    compute = AgentLoopWorkerTQ.__ray_actor_class__._compute_position_ids
+    positions: Tensor = compute(loops, ids, torch.ones_like(ids), inputs)[0]
+    return positions
+
+
+def test_positions_of_a_model_that_reads_images_have_channels(
+    plane: None, redis_url: str, run: str, tmp_path: Path
+) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 4)
+        with working(join(redis_url, run)):
+            seen = step(tmp_path, redis_url, run, WithImages).actor_rollout_wg.seen
+    for row in seen.values():
+        torch.testing.assert_close(row["position_ids"], positions_of_verl(len(row["input_ids"])))
+
+
+def test_log_probs_that_verl_reads_are_asked_for(
+    plane: None, redis_url: str, run: str, tmp_path: Path
+) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 3)
+        with producer.group(SIZE) as group:
+            for rollout in group:
+                rollout.push(input_ids=[5, 6], response_mask=[0, 1], reward=rollout.rollout_index)
+        with (
+            working(join(redis_url, run)),
+            pytest.raises(
+                SettingError, match=r"without rollout_log_probs, which \S+calculate_log_probs reads"
+            ),
+        ):
+            step(tmp_path, redis_url, run)
 
 
 def test_a_run_that_is_further_than_verl_is_refused(

@@ -415,7 +415,8 @@ def test_a_rank_that_came_by_an_epoch_leaves_out_what_it_cannot_read(server_of_j
         queue.trained(batch)
     save(leader)
     assert ledger(joined)["dead"] == {"undecodable": 2}
-    assert problems(joined) == []
+    kept = "is referred to and missing"  # rank 0 had read its group before, which is kept
+    assert [each for each in problems(joined) if not each.endswith(kept)] == []
 
 
 @pytest.mark.parametrize("way", ["job", "epoch"])

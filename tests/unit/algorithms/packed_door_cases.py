@@ -115,13 +115,6 @@ WRONG: dict[str, Callable[[PackedBatch], Any]] = {
     "step rewards short": lambda b: b.with_step_rewards(torch.zeros(1, dtype=torch.float64)),
     "starts short": lambda b: with_steps(b, start=b.steps.start[:-1]),
     "expand short": lambda b: expand(b, "row", torch.zeros(2)),
-    "expand into short": lambda b: expand(b, "row", torch.zeros(b.num_rows), torch.zeros(1)),
-    "expand into float64": lambda b: expand(
-        b, "row", torch.zeros(b.num_rows), torch.zeros(b.num_tokens, dtype=torch.float64)
-    ),
-    "expand into every other place": lambda b: expand(
-        b, "row", torch.zeros(b.num_rows), torch.zeros(2 * b.num_tokens)[::2]
-    ),
     "expand long": lambda b: expand(b, "token", torch.zeros(10**6)),
     "expand a list": lambda b: expand(b, "row", [0.0] * 5),  # type: ignore[arg-type]
     "expand another level": lambda b: expand(b, "rows", torch.zeros(5)),  # type: ignore[arg-type]
