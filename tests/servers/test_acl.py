@@ -318,6 +318,24 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
     run.connection.close()
 
 
+def test_an_observer_can_view(empty: Guarded, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("tokenizers")
+    from streamadv.view.serve import serving
+    from tests.browser.asked import SCREENS, ask, board
+    from tests.browser.lab import Lab, make_tokenizer
+
+    with Lab(empty.server.url, RUN, make_tokenizer(tmp_path)).working() as lab:
+        lab.tell()
+    before = dump(empty)
+    used: set[tuple[str, str]] = set()
+    with empty.watch(used), serving(empty.url("observer"), RUN, port=0) as address:
+        assert {ask(address, path).status for path in SCREENS} == {200}
+        assert "balanced" in board(address, "flow")
+    assert sorted(keyed(used) - rules(acl.OBSERVER)) == []
+    assert dump(empty) == before
+
+
 def dump(guarded: Guarded) -> dict[bytes, Any]:
     return {key: guarded.admin.dump(key) for key in guarded.admin.scan_iter()}
 
