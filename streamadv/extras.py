@@ -25,6 +25,7 @@ EXTRAS: Final = {
     "orjson": "gateway",
     "transformers": "examples",
     "ray": "ray",
+    "tinker": "tinker",
     "accelerate": "trl",
     "trl": "trl",
     "verl": "verl",
@@ -36,11 +37,14 @@ EXTRAS: Final = {
     "tensorboard": "tensorboard",
     "trackio": "trackio",
     "wandb": "wandb",
+    "jinja2": "view",
     "tokenizers": "view",
 }
 
 #: Packages that whatever computes needs.
 TO_COMPUTE: Final = ("torch", "numba")
+#: Packages that the page of `streamadv view` needs.
+TO_VIEW: Final = ("aiohttp", "jinja2")
 
 
 def remedy(*packages: str) -> str:

@@ -12,14 +12,17 @@ import numpy as np
 from ..errors import SettingError
 from ..extras import require
 from ..messages import brief, log_fields, one_line
-from ..tokenizer import Decode, open_tokenizer
 from ..trajectory.schema import Trajectory
+from ..view.texts import open_tokenizer
 
 if TYPE_CHECKING:
     from ..trainer.microbatch import Batch, Delivered
     from ..trainer.queue import TrainerQueue
 
 logger = logging.getLogger(__name__)
+
+#: Text of some token ids.
+Decode = Callable[[Sequence[int]], str]
 
 #: Columns of the table of rollouts.
 COLUMNS: Final = (
@@ -146,7 +149,8 @@ def track(
         if type(value) is not int or value < least:
             raise SettingError(f"{name} is {brief(value)}, needs a whole number from {least} on")
     require(f"track(queue, {to!r})", to)
-    decode = tokenizer if callable(tokenizer) else open_tokenizer(str(tokenizer) if tokenizer else None, None)
+    path = None if tokenizer is None or callable(tokenizer) else str(tokenizer)
+    decode = tokenizer if callable(tokenizer) else open_tokenizer(path, None).decode
     tracker = Tracker(BACKENDS[to](options) if queue.rank == 0 else None, rollouts, every, decode)
     queue.on_batch(tracker._delivered)
     return tracker

@@ -14,8 +14,8 @@ import pytest
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
-    "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "tokenizer", "run", "prompts",
-    "producer", "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer",
+    "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "prompts", "producer",
+    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "view", "trainer",
     "processes", "integrations", "gateway", "demo", "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where an extra is installed; all others are imported without.
@@ -24,6 +24,7 @@ WITH_EXTRAS = (
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
     *("archive.rewind", "archive.compare", "archive.table"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
+    *("view.app", "view.pages", "view.serve"),
     *(
         f"gateway.{name}"
         for name in ("asking", "dialects", "engines", "http", "server", "sessions", "tokens")
