@@ -14,7 +14,7 @@ from ..run.manifest import RunSettings
 from .roles import opened
 
 #: Seconds between two steps, in which it may be killed.
-STEP_S: Final = 0.01
+STEP_S: Final = 0.5
 
 
 class Record(NamedTuple):
