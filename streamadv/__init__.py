@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .grouping.judge import Judge
     from .grouping.scorer import Scorer
     from .grouping.unscored import UnscoredTrajectory
+    from .integrations.trackers import track
     from .producer.async_group import AsyncGroup, AsyncRollout
     from .producer.async_producer import AsyncProducer
     from .producer.group import Group, Rollout
@@ -66,6 +67,7 @@ _HOMES = {
     "padded": "padded",
     "redis_url": "settings",
     "run_program": "program",
+    "track": "integrations.trackers",
     "weights": "weights",
 }
 
@@ -76,7 +78,7 @@ __all__ = [
     "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "Judge",
     "MicroBatch", "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Stream",
     "Ticket", "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
-    "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "weights",
+    "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "track", "weights",
 ]  # fmt: skip
 
 

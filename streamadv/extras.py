@@ -33,6 +33,10 @@ EXTRAS: Final = {
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
     "pyarrow": "archive",
+    "mlflow": "mlflow",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
     "jinja2": "view",
     "tokenizers": "view",
 }

@@ -95,6 +95,10 @@ class Folder:
             ) from None
         except OSError:  # a file system without locks
             pass
+        self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """What a process that was killed has begun."""
         for path in self.path.glob(f"*{_UNFINISHED}"):
             path.unlink()
 

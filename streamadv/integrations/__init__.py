@@ -4,7 +4,7 @@
   same for its episodes.
 - Out of the pipeline: `transformers.py` is a Trainer on the batches of a trainer queue; `trl/` has TRL's trainers.
 - Both ways: `verl/` has verl's trainers and its agent loops.
-- Beside the pipeline: `ray.py` runs workers as actors of a Ray cluster.
+- Beside the pipeline: `ray.py` runs workers as actors of a Ray cluster; `trackers.py` logs batches to trackers.
 """
 
 from __future__ import annotations

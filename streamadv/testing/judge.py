@@ -18,6 +18,7 @@ from ..status.audit import audit
 from ..status.model import Ledger
 from ..status.seen import read_groups_at
 from ..store.connection import Connection
+from .archiver import Record
 from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, was_open_again, whole_groups
 from .pipeline import Pipeline
 from .plan import Choices, cut_down
@@ -80,6 +81,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     if unknown_ended := _ended_unknown(pipeline):
         yield f"P3: groups have ended that nobody was given: {unknown_ended[:4]}"
     yield from _kept_otherwise(pipeline, run, counters)
+    if pipeline.scene.archive:
+        yield from _archive(pipeline, run)
     if malformed := counters.get("malformed", 0):
         yield f"accounting: {malformed} entries are malformed, and only the run has written"
     store = pipeline.world.server.store
@@ -101,18 +104,47 @@ def _ended_unknown(pipeline: Pipeline) -> list[str]:
 def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Iterator[str]:
     """Groups that were trained on or dropped and are not kept, or that are kept twice: the run keeps all of them."""
     kept, groups = Counter[str](), Counter[str]()
-    for group in read_groups_at(run, "kept"):
-        groups[group.group_id] += group.outcome == "trained"
-        kept[group.outcome] += group.count - len(group.left_out)
+    for group_id, outcome, count, _ in _seen(pipeline, run):
+        groups[group_id] += outcome == "trained"
+        kept[outcome] += count
     ended = {"trained": counters["trained"] + counters["dropped:baseline"] + counters["dropped:oversize"]}
     ended |= {reason: counters[f"dropped:{reason}"] for reason in GROUP_REASONS}
-    may_lack = pipeline.world.was_full  # above maxmemory nothing is kept, and the oldest go
+    has_archive = pipeline.scene.archive
+    may_lack = (
+        pipeline.world.was_full and not has_archive
+    )  # above maxmemory nothing is kept, and the oldest go
+    if (
+        has_archive and pipeline.world.lost
+    ):  # the files have what the server has lost, and maybe as it ended first
+        if sum(kept[reason] for reason in ended) < sum(ended.values()):
+            yield f"archive: {dict(kept)} of {ended}"
+        return
     for reason, count in ended.items():
         if kept[reason] > count or (kept[reason] < count and not may_lack):
             yield f"kept: {kept[reason]} trajectories of {count} {reason}"
     twice = [group_id for group_id, count in groups.items() if count > 1]
     if twice and not pipeline.world.lost:
         yield f"kept: {twice[:4]} were trained on twice"
+
+
+def _seen(pipeline: Pipeline, run: Run) -> list[Record]:
+    """Groups that have ended: of the archive, and those that it does not have and the run keeps."""
+    there = {record.group_id for record in pipeline.archived}
+    kept = [
+        Record(group.group_id, group.outcome, group.count - len(group.left_out), "")
+        for group in read_groups_at(run, "kept")
+        if group.group_id not in there
+    ]
+    return [*pipeline.archived, *kept]
+
+
+def _archive(pipeline: Pipeline, run: Run) -> Iterator[str]:
+    """The files have each group once, all up to the mark, and at the end all there are."""
+    counts = Counter(record.group_id for record in pipeline.archived)
+    if twice := [group_id for group_id, count in counts.items() if count > 1]:
+        yield f"archive: {twice[:4]} are in the files twice"
+    if absent := [group.group_id for group in read_groups_at(run, "kept") if group.group_id not in counts]:
+        yield f"archive: {absent[:4]} are not in the files"
 
 
 def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from .. import doors
 from ..advantage import worker
+from ..archive import follow
 from ..errors import StreamadvError
 from ..grouping import grouper as grouping
 from ..grouping import housekeeping
@@ -31,6 +32,7 @@ from ..run.manifest import KEPT_KINDS, RunSettings
 from ..status import watchdog
 from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, heartbeat, loop, together
+from .archiver import Record, archiver, read_records
 from .excuses import is_quiet, lost_for_good, nobody_knew
 from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
@@ -63,10 +65,13 @@ POLLS: Final = (
     (loop, "BLOCK_MS", 6000),
     (watchdog, "LOOK_S", 30.0),
     (heartbeat, "LOOK_S", 4.0),
+    (follow, "POLL_S", 5.0),
 )
 
-#: What `trim_kept` writes in a run that keeps everything.
-KEEP: Final = b"268435456 1.0 1.0 1.0 1.0"
+#: What `trim_kept` writes behind the bytes in a run that keeps everything.
+KEEP: Final = "1.0 1.0 1.0 1.0"
+#: What a run with an archive may keep: little, so that the archive holds up new groups.
+ARCHIVE_BYTES: Final = 12_000
 
 
 class Pipeline:
@@ -83,6 +88,8 @@ class Pipeline:
             redundancy=self.scene.redundancy,
             scorers=scorers,
             keep=dict.fromkeys(KEPT_KINDS, 1.0),
+            archive=self.scene.archive,
+            keep_bytes=ARCHIVE_BYTES if self.scene.archive else 1 << 28,
         )
         self.prompts = Prompts(range(max(1, self.scene.prompts)), epochs=EPOCHS)
         self.groups: dict[str, Group] = {}
@@ -93,7 +100,8 @@ class Pipeline:
         self.saved_in = 0  # the epoch of its job
         self.trained: Counter[Place] = Counter()  # by all jobs
         self.violations: list[str] = []
-        self.folder = Path()  # of checkpoints, while it plays
+        self.folder = Path()  # of checkpoints and the archive, while it plays
+        self.archived: list[Record] = []
         self.ended = False
         self.closing_at = math.inf
         """When the trainer saved its last checkpoint, after which it names nothing more."""
@@ -111,13 +119,15 @@ class Pipeline:
         with TemporaryDirectory(prefix="streamadv-world-") as folder, self._adapted():
             self.folder = Path(folder)
             # As if a grouper had been here before: what it says first is not lost.
-            world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": KEEP}
+            world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": self._keeping()}
             for number in range(self.scene.groupers):
                 self._supervise(f"grouper{number or ''}", lambda: grouper(RUN, self.settings))
             for number in range(self.scene.workers):
                 self._supervise(f"worker{number}", lambda: advantage_worker(RUN, self.settings))
             if self.scene.scored:
                 self._supervise("scorer", self._scorer)
+            if self.scene.archive:
+                self._supervise("archiver", lambda: archiver(RUN, self.settings, self.folder / "archive"))
             for number, plan in enumerate(self.scene.producers):
                 self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
             world.at(self.scene.trainer_late_s, self._start_job)
@@ -142,9 +152,12 @@ class Pipeline:
             until = max(world.time, self._all_back, purged, *alive) + QUIET_S
             if any(process.dead and process.name.startswith("worker") for process in world.processes):
                 until += worker.LEASE_S  # then others take over what it had in hand
+            if self.scene.archive:  # it finishes the last file
+                until += follow.FILE_S + 2 * follow.POLL_S
             self._calm()
             world.run(lambda: bool(self.violations) or world.time > until)
             self._raise()
+            self.archived = read_records(self.folder / "archive")
 
     @contextmanager
     def _adapted(self) -> Iterator[None]:
@@ -162,6 +175,10 @@ class Pipeline:
         finally:
             for module, name, value in before:
                 setattr(module, name, value)
+
+    def _keeping(self) -> bytes:
+        """What `trim_kept` writes."""
+        return f"{self.settings.keep_bytes} {KEEP}{' archive' if self.scene.archive else ''}".encode()
 
     def _raise(self) -> None:
         if self.violations:

@@ -102,6 +102,8 @@ class Scene:
     scored: bool
     needs: bool
     """Whether the chain needs a column, so that groups without it become dead letters."""
+    archive: bool
+    """Whether the run keeps everything until it is archived."""
     prompts: int
     """How many prompts all producers play for two epochs, after what each does by itself."""
     groupers: int
@@ -153,6 +155,7 @@ def draw_scene(world: World) -> Scene:
         scored=pick("scored", False, False, True),
         needs=pick("needs", False, False, True),
         folder=pick("folder", False, False, True),
+        archive=pick("archive", False, False, False, True),
         prompts=pick("prompts", 0, 0, 0, 5),
         groupers=pick("groupers", 1, 1, 2),
         successor_s=pick("successor_s", 0.0, 0.0, 0.0, 6.0, 12.0, 25.0),

@@ -167,6 +167,7 @@ class TrainerQueue(IterableDataset[Batch]):
         limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, naming.min_groups)
         self._loop = Loop(self._sessions, late, limits)
         self._together = Together(run, self._rank, self._sessions.number, self._loop.pause)
+        self._callbacks: list[Callable[[Batch], None]] = []
         self._saves = threading.Lock()  # held for a checkpoint, never waited for
 
     def __repr__(self) -> str:
@@ -243,7 +244,7 @@ class TrainerQueue(IterableDataset[Batch]):
         self._loop.check_open()
         try:
             with metrics.wait(STAGE):
-                return self._loop.next_batch(timeout, max_groups, take_back)
+                batch = self._loop.next_batch(timeout, max_groups, take_back)
         except BaseException as error:
             for undo in take_back:
                 undo()
@@ -251,6 +252,17 @@ class TrainerQueue(IterableDataset[Batch]):
                 self._loop.stop_reading()
                 raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
             raise
+        if batch is not None:
+            for callback in self._callbacks:
+                callback(batch)
+        return batch
+
+    def on_batch(self, callback: Callable[[Batch], None]) -> None:
+        """Show every batch to `callback`, in the thread that asks for it, before `next_batch` returns it.
+
+        What it raises, `next_batch` raises; the batch then counts as delivered.
+        """
+        self._callbacks.append(callback)
 
     @property
     def batches_waiting(self) -> int:

@@ -33,6 +33,7 @@ from streamadv.store.keys import ShardKeys, key_patterns, manifest_key
 from streamadv.store.scripts import script_call
 from streamadv.trainer.queue import TrainerQueue
 from tests.chaos import scenario
+from tests.promises.kept.test_kept import kept_run, train
 from tests.support import (
     consumer_of,
     ended,
@@ -332,6 +333,28 @@ def test_an_observer_can_view(empty: Guarded, tmp_path: Path) -> None:
     with empty.watch(used), serving(empty.url("observer"), RUN, port=0) as address:
         assert {ask(address, path).status for path in SCREENS} == {200}
         assert "balanced" in board(address, "flow")
+    assert sorted(keyed(used) - rules(acl.OBSERVER)) == []
+    assert dump(empty) == before
+
+
+def test_an_observer_can_archive_and_rewind_what_is_kept(
+    empty: Guarded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    run = kept_run(empty.server.url, RUN, keep={"trained": 1.0})
+    with producing(run.connection, RUN) as producer:
+        push_groups(producer, 2)
+        train(run, 2)
+    run.connection.close()
+    before = dump(empty)
+    used: set[tuple[str, str]] = set()
+    where = ["--redis", empty.url("observer"), "--run", RUN]
+    with empty.watch(used):
+        assert cli.main(["archive", "--to", str(tmp_path), "--once", *where]) == 0
+        assert cli.main(["rewind", "--batch", "0", *where]) == 0
+    out = capsys.readouterr().out
+    assert "archived 2 groups, 4 rollouts" in out
+    assert "bit-identical" in out
     assert sorted(keyed(used) - rules(acl.OBSERVER)) == []
     assert dump(empty) == before
 

@@ -22,7 +22,7 @@ ROOMS = (
 WITH_EXTRAS = (
     "integrations",
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
-    *("archive.rewind", "archive.compare"),
+    *("archive.rewind", "archive.compare", "archive.table"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
     *("view.app", "view.pages", "view.serve"),
     *(

@@ -322,6 +322,21 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "what is trimmed stays": Mutant(
         f"{LUA}/lib/trim.lua", "      redis.call('RPUSH', keys.garbage, item)\n", ""
     ),
+    "what the archive lacks is forgotten": Mutant(
+        f"{LUA}/lib/trim.lua",
+        "return archives and (redis.call('HGET', keys.trainer, 'archived') or '0') or '+'",
+        "return '+'",
+    ),
+    "the mark moves before the file has its name": Mutant(
+        "streamadv/archive/follow.py",
+        "        self._finish_file()\n        to = self._read_to\n",
+        "        to = self._read_to\n",
+    ),
+    "the archive writes again what its files have": Mutant(
+        "streamadv/archive/follow.py",
+        "later = [file for file in files if file.last > begin] or files[-1:]",
+        "later = []",
+    ),
     "a dropped group is not kept": Mutant(
         f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"
     ),
