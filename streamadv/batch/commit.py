@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
+from ..prompts.spec import of_prompt
 from ..run import Run
 from ..run.kept import is_kept, share_kept
 from ..run.run import Shard
@@ -97,7 +98,7 @@ def _commit_in_shard(
             kept, output = "-", computed.get(pointer.group_id)
             if is_kept(pointer.group_id, share):
                 kept = "0" if output is None else "1"
-            groups.append(f"{known[pointer.group_id].group} {kept}")
+            groups.append(f"{known[pointer.group_id].group} {kept}{of_prompt(pointer.group_id)}")
             payloads += known[pointer.group_id].payloads
             payloads += [output] if output is not None and kept == "1" else []
     outputs, of_results = results_of(shard, record.id, results)

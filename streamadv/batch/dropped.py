@@ -18,6 +18,7 @@ MAX_NAMES: Final = 256
 LOG_INTERVAL_S: Final = 10.0
 #: Texts of the reasons, for the log.
 MEANING: Final = {
+    "repeated": ", another try of their prompts is in the weights",
     "rolled_back": ", played with versions that the loaded checkpoint has taken back",
     "stale": ", older than drop_after allows",
     "trained": ", the loaded checkpoint contains them",

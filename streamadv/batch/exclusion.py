@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
+from ..prompts.spec import of_prompt
 from ..run import Run
 from ..run.malformed import reject
 from .record import BatchRecord, Death
@@ -40,7 +41,13 @@ def drop(
             args: list[Any] = [epoch, f"{k} {'' if drop_after is None else drop_after}"]
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
-                args += [group.entry, reason, group.count, len(payloads), *payloads]
+                args += [
+                    group.entry + of_prompt(group.group_id),
+                    reason,
+                    group.count,
+                    len(payloads),
+                    *payloads,
+                ]
             shard.call("drop_groups", args)
 
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
+from ..prompts.spec import identity, of_prompt
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
@@ -24,6 +25,7 @@ from .dropped import warn_of_oversize
 from .exclusion import drop
 from .named import NamedBatch
 from .progress import Progress
+from .prompts import RunPrompts
 from .record import BatchRecord, name_batch, read_records
 from .selection import NamingRules, choose, explained, make_record
 from .session import Session
@@ -34,6 +36,8 @@ from .work import apply
 SCAN_PAGES: Final = 8
 #: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
 JUDGE_S: Final = 0.2
+#: More than the groups logs hold.
+ALL_GROUPS: Final = 10**6
 
 
 def server_text(server_ids: Sequence[str | None]) -> str:
@@ -67,6 +71,7 @@ class Leader(Session):
         self._candidates = Candidates(run, named)
         #: Last entry of each shard's groups log that was read.
         self.cursors = self._candidates.cursors
+        self._prompts = RunPrompts(run)
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and says there what the session has written.
@@ -131,8 +136,9 @@ class Leader(Session):
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
             trained=self.progress,
+            tries=self.progress.tries,
             named={
-                pointer.group_id
+                identity(pointer.group_id)
                 for k, batch in self.batches.items()
                 if k >= self.version
                 for pointer in batch.living
@@ -236,20 +242,43 @@ class Leader(Session):
             self.run.home.call("commit_session", [self.epoch, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
+        has_prompts = False
         for k in committed:
             batch, since = self.batches[k], tracing.now()
             commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results or ())
             traces.committed(self.run, batch, since)
+            self._candidates.committed(batch.record.groups)
             del self.batches[k]
+            has_prompts = has_prompts or any(of_prompt(group.group_id) for group in batch.record.groups)
+        if has_prompts:
+            self._prompts.carry()
 
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
-        if k > self._last_nameable or not is_over(self.run, self._attendance):
+        if k > self._last_nameable:
+            return False
+        if not is_over(self.run, self._attendance):
+            return False
+        self._prompts.look()  # before anybody is asked for the last time whether more can come
+        if self._prompts.has_begun and not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.
-        return clock.now() >= self._may_end_from and self.has_same_servers()
+        if clock.now() < self._may_end_from or not self.has_same_servers():
+            return False
+        return not (self._prompts.has_begun and self._attendance.is_attended and self._prompts_are_left())
+
+    def _prompts_are_left(self) -> bool:
+        """Whether a living producer has prompts to play again. Called once no group is open."""
+        self._candidates.read_on(ALL_GROUPS)
+        named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
+        waiting = [group.group_id for group in self._candidates]
+        known = set(map(identity, [*named, *waiting, *self.progress.groups]))
+        return self._prompts.are_left(known, self.progress)
+
+    def save_prompts(self) -> None:
+        self._prompts.save(self.progress)
 
     def finish(self) -> None:
         """Tell the producers that the trainer ends the run."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from .. import clock
+from ..prompts.spec import PREFIX, identity
 from .named import NamedBatch
 from .record import BatchRecord, Running
 
@@ -13,6 +14,8 @@ from .record import BatchRecord, Running
 DURABILITY_WINDOW_S: Final = 10.0
 #: A group that a server lost is there again when somebody pushes it again: by `resend_window`, or by hand, much later.
 RETURN_WINDOW_S: Final = 3600.0
+#: Prompts in the weights beyond which those that no server may bring back are forgotten.
+TRIES_KEPT: Final = 10_000
 #: Format of what `Progress.state` returns: a reader refuses a higher one.
 STATE_FORMAT: Final = 1
 
@@ -64,20 +67,35 @@ class Progress:
             ""  # newest version of which they know where its weights lie: '<version> <URI>', '' = none
         )
         self.finished = False  # whether the trainer has ended the run
-        # Ids of the groups in the weights.
+        # Ids of the groups in the weights; instead of a prompt's group the prompt (`spec.identity`).
+        self.tries: dict[str, str] = {}  # of those the group
         self._uncommitted: dict[str, int] = {}  # group -> its batch, in the order of the batches
         self._committed: dict[str, float] = {}  # group -> when, in that order
         self._returning: dict[str, float] = {}  # those of another server's time, or of a checkpoint
         self._named_elsewhere = 0  # batches below it were named on servers that were replaced
+        #: What the run had of its prompts at the last checkpoint, by name: see `prompts.py`.
+        self.prompts: dict[str, Any] = {}
+        self.is_set_back = False  # to a checkpoint older than what the run had committed
 
     def __contains__(self, group_id: object) -> bool:
-        """Whether the group is in the weights."""
-        return group_id in self._uncommitted or group_id in self._committed or group_id in self._returning
+        """Whether the group is in the weights, or another try of its prompt."""
+        known = identity(str(group_id))
+        return known in self._uncommitted or known in self._committed or known in self._returning
+
+    def has_committed(self, known: str) -> bool:
+        """Whether what is trained on once (`spec.identity`) is in a saved checkpoint, as far as this is remembered."""
+        return known not in self._uncommitted and (known in self._committed or known in self._returning)
 
     @property
     def groups(self) -> list[str]:
         """Groups in the weights that a server may have, or have again."""
-        return list({**self._returning, **self._committed, **self._uncommitted})
+        known = {**self._returning, **self._committed, **self._uncommitted}
+        return [self.tries.get(each, each) for each in known]
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether it has trained on groups of prompts."""
+        return bool(self.prompts) or any(group_id.startswith(PREFIX) for group_id in self.groups)
 
     @property
     def has_delivered(self) -> bool:
@@ -96,7 +114,8 @@ class Progress:
         self.restored = int(state["version"])
         self.begin(self.restored)
         self.branch = 0
-        self._returning = dict.fromkeys(state["groups"], clock.now())
+        self._returning = dict.fromkeys(map(self._known_as, state["groups"]), clock.now())
+        self.prompts, self.is_set_back = dict(state.get("prompts", {})), False
 
     @staticmethod
     def beginning(run: str) -> dict[str, Any]:
@@ -113,6 +132,8 @@ class Progress:
             "groups": self.groups,
             "kl": self.kl or {},
         }
+        if self.prompts:
+            state["prompts"] = dict(self.prompts)
         if self.weights:
             state["weights"] = self.weights
         return {**state, "running": self.running} if self.knows_running else state
@@ -161,7 +182,8 @@ class Progress:
         if record.k < self.version:
             return
         self.version = record.k + 1
-        self._uncommitted.update((pointer.group_id, record.k) for pointer in self.batch(record).living)
+        for pointer in self.batch(record).living:
+            self._uncommitted[self._known_as(pointer.group_id)] = record.k
         self.running, self.knows_running = record.running, True
 
     def commit(self, version: int) -> None:
@@ -184,6 +206,12 @@ class Progress:
 
     # What servers may have lost
 
+    def _known_as(self, group_id: str) -> str:
+        known = identity(group_id)
+        if known != group_id:
+            self.tries[known] = group_id
+        return known
+
     def servers_confirmed(self, asked: float, caught_up: bool) -> None:
         """The servers that the commits were sent to still answered at `asked` (`clock.now()`).
 
@@ -192,6 +220,9 @@ class Progress:
         _forget_first(self._committed, asked - self._window)
         if caught_up:
             _forget_first(self._returning, asked - RETURN_WINDOW_S)
+        if len(self.tries) > TRIES_KEPT:
+            known = {*self._uncommitted, *self._committed, *self._returning}
+            self.tries = {prompt: group for prompt, group in self.tries.items() if prompt in known}
 
     def servers_replaced(self) -> None:
         """Other servers answer, which may lack recent commits and groups: producers may push those groups again."""

@@ -22,6 +22,7 @@ from .hold import take
 from .leader import Leader, server_text
 from .named import NamedBatch
 from .progress import Progress, weights_version
+from .prompts import RunPrompts
 from .record import BatchRecord, name_batch, read_records
 from .selection import BATCH_ID
 from .settings import NamingSettings
@@ -50,6 +51,7 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     for record in foreign_records:
         del recorded[record.k]
     run.home.call("commit_session", [progress.epoch, progress.committed])
+    progress.is_set_back |= run.connection.scripts.hget(run.keys.home.session, "set_back") == b"1"
     _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost
     _restore_batches(run, progress, recorded)
     set_trainer(run, settings, progress)
@@ -60,6 +62,7 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
             rounds.update(shard.call("forget_evals", [progress.epoch, progress.version, *rounds]))
     # Only now: until a shard has this epoch, an older job may still apply its batches there.
     undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.epoch)
+    RunPrompts(run).restore(progress)  # whose groups no older job commits any more
     if progress.ends:  # for ranks that have not read it yet
         run.home.call("end_run", [progress.epoch, progress.delivered, progress.ends, ""])
     running = progress.running_named

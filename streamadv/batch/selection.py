@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from .. import doors
 from ..grouping.groups_log import LoggedGroup
+from ..prompts.spec import identity
 from .record import BatchRecord
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
@@ -24,14 +25,16 @@ class NamingRules:
     rolled_back_above: int | None = None  # version restored by load_state_dict
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0
-    named: Container[str] = frozenset()  # ids of the groups in batches that are yet to be trained
+    named: Container[str] = frozenset()  # groups in batches that are yet to be trained, by `identity`
+    tries: Mapping[str, str] = field(default_factory=dict)  # of prompts in the weights: prompt -> group
 
     def reason_against(self, group: LoggedGroup, k: int) -> str | None:
         """Why the group is dropped instead of trained on at version k, or None."""
         if group.malformed:
             return "malformed"
         if group.group_id in self.trained:
-            return "trained"
+            as_trained = self.tries.get(identity(group.group_id), group.group_id)
+            return "trained" if as_trained == group.group_id else "repeated"
         if group.problem is not None:
             return "dead:undecodable"
         restored = self.rolled_back_above
@@ -57,14 +60,17 @@ def choose(
     """The first `batch_groups` groups fit for batch k, and those before them to be dropped, with the reason.
 
     A group of a named batch that stands in the log again, because a server lost it, waits until the batch is trained.
+    So does another try of a prompt that is chosen.
     """
     fit: list[LoggedGroup] = []
     unfit: list[tuple[LoggedGroup, str]] = []
     chosen: set[str] = set()
+    prompts: set[str] = set()
     for group in candidates:
         if len(fit) == batch_groups:
             break
-        if group.group_id in rules.named:
+        prompt = identity(group.group_id)
+        if prompt in rules.named or (prompt in prompts and group.group_id not in chosen):
             continue
         reason = rules.reason_against(group, k)
         if reason is not None:
@@ -74,6 +80,7 @@ def choose(
         else:
             fit.append(group)
             chosen.add(group.group_id)
+            prompts.add(prompt)
     return fit, unfit
 
 

@@ -29,8 +29,8 @@ from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
 from .parser import CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
-    "demo", "server", "up", "worker", "exporter", "replay", "consume", "compute", "evals", "status", "show", "rewind",
-    "dead", "runs", "schema", "config", "bench",
+    "demo", "server", "up", "worker", "gateway", "exporter", "replay", "consume", "compute", "evals", "prompts",
+    "status", "show", "archive", "rewind", "dead", "runs", "schema", "config", "bench",
 )  # fmt: skip
 #: Commands that move trajectories, and record traces if the environment asks for it.
 TRACED: Final = ("worker", "replay", "consume")

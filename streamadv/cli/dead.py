@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import SettingError
 from ..logs import announce
 from ..messages import printable
+from ..prompts.stored import carry_ends, check_requeue
 from ..run import Run
 from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..units import counted, seconds_text, size_text
@@ -71,7 +72,9 @@ def requeue_some(arguments: argparse.Namespace) -> int:
         groups, total = _named(run, arguments, requeueable=True), 0
         with progress("requeued", len(groups)) as advance:
             for group_id in groups:
+                check_requeue(run, group_id)
                 requeued = requeue(run, group_id)
+                carry_ends(run)
                 total += requeued
                 advance(1)
                 print(printable(f"{group_id}: {counted(requeued, 'trajectory', 'trajectories')} requeued"))

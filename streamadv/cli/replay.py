@@ -28,10 +28,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
         help="pushes recorded trajectories",
-        description="Pushes the trajectories of a file, then finishes. A group that is refused for lack of room is "
-        "set aside and tried again. Pushing a file again changes nothing: its trajectories are duplicates.",
+        description="Pushes the trajectories of a file, or of a folder that the command archive has written, then "
+        "finishes. A group that is refused for lack of room is set aside and tried again. Pushing a file again changes "
+        "nothing: its trajectories are duplicates.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", type=Path, metavar="FILE", help="or the folder of an archive")
     add_format_option(parser)
     parser.add_argument(
         "--follow", action="store_true", help="wait for more at the end of the file; never finish"
@@ -45,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Push the file; the last line says how many were pushed and how many were duplicates."""
     if arguments.follow and arguments.format not in (None, DEFAULT_FORMAT):
         raise SettingError(f"--follow works with --format trajectory, not {arguments.format}")
+    if arguments.follow and arguments.file.is_dir():
+        raise SettingError(f"--follow reads a file that grows, {arguments.file} is a folder: leave it out")
     settings = settings_from(arguments)
     path: Path = arguments.file
     source = (

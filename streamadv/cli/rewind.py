@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..extras import TO_COMPUTE
+from ..archive.folder import open_folder
+from ..extras import TO_COMPUTE, require
 from ..messages import printable
 from ..units import counted
 from . import FAILED, add_import_option, add_one_shot_options, joined
@@ -34,6 +35,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--batch", type=int, required=True, metavar="K", help="number of the batch")
     parser.add_argument("--chain", metavar="CHAIN", help="another chain: a JSON file, or a preset's name")
+    parser.add_argument(
+        "--archive",
+        type=Path,
+        metavar="FOLDER",
+        help="read the groups from the files of the command archive, without a server",
+    )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)"
     )
@@ -66,8 +73,12 @@ def rewind(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _source(arguments: argparse.Namespace) -> Iterator[Source]:
-    from ..archive.source import RunSource
+    from ..archive.source import FolderSource, RunSource
 
+    if arguments.archive is not None:
+        require("rewind --archive", "pyarrow")
+        yield FolderSource(open_folder(arguments.archive))
+        return
     with joined(arguments, reading=True) as run:
         yield RunSource(run)
 

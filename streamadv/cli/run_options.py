@@ -26,6 +26,7 @@ _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dead_bytes": {"type": size, "metavar": "SIZE"},
     "keep_bytes": {"type": size, "metavar": "SIZE"},
     "keep": {"type": shares, "metavar": "KIND=SHARE,..."},
+    "archive": {"action": argparse.BooleanOptionalAction},
     "tokenizer": {"metavar": "PATH"},
 }
 
@@ -56,7 +57,8 @@ def run_settings_from(arguments: argparse.Namespace) -> RunSettings:
 
 def settings_among(words: Sequence[str]) -> list[str]:
     """The options of settings among the words of a command, with their values."""
-    alone = {"--zero-variance-filter", "--no-zero-variance-filter"}
+    switches = [name for name, options in _SETTINGS.items() if "action" in options]
+    alone = {f"--{no}{name.replace('_', '-')}" for name in switches for no in ("", "no-")}
     flags = {_flag(name) for name in RunSettings.model_fields} - alone
     found: list[str] = []
     for place, word in enumerate(words):

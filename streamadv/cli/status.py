@@ -22,6 +22,7 @@ from ..status.causes import ordinary_wait, reasons_of, unsaved
 from ..store.retry import RETRYABLE, Outage
 from ..units import counted, seconds_text, size_text
 from . import FAILED, INTERRUPTED, add_one_shot_options, joined
+from .prompts import line_of
 
 WATCH_SECONDS: Final = 1.0
 #: A trainer silent for longer has missed a heartbeat, and may have ended: nobody knows what it does.
@@ -173,6 +174,7 @@ def _group_lines(status: Status, manifest: Manifest) -> Iterator[str]:
         name = "" if each.round is None else f"round {each.round}, "
         mean = f"mean reward {each.mean:.4g} of {each.trajectories} rollouts"
         yield f"evaluation{source}: {name}version {version}, {mean}"
+    yield from map(line_of, status.prompts)
     if staleness.mean is not None:
         yield f"staleness of waiting groups: mean {staleness.mean:.2f}, max {staleness.max}"
 

@@ -131,7 +131,7 @@ class LoggedGroup:
         return max([self.epoch, *(packet.epoch for packet in self.packets)])
 
 
-class _Line(NamedTuple):
+class PacketLine(NamedTuple):
     """A packet of a group as scripts log it."""
 
     key: str
@@ -144,7 +144,7 @@ class _Entry(NamedTuple):
     """A group whose members are yet to be read, and what its entry tells of them."""
 
     group: LoggedGroup
-    lines: Sequence[_Line] = ()  # none if it is malformed
+    lines: Sequence[PacketLine] = ()  # none if it is malformed
     tables: Sequence[memoryview] = ()  # of the packets
     scores: bytes = b"{}"
 
@@ -184,7 +184,7 @@ def _parse_entry(
         group_id = fields[b"group_id"].decode()
         if not group_id or keys.shard_of(group_id) != shard:
             raise ValueError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
-        lines, columns = _payload_lines(fields[b"payloads"].decode(), payload_prefix)
+        lines, columns = payload_lines(fields[b"payloads"].decode(), payload_prefix)
         head = _HEAD.fullmatch(text := as_text(fields[b"head"], MAX_HEAD))
         if head is None:
             needs = "size, count, opened at, epoch, version, outcome, data source"
@@ -216,9 +216,9 @@ def _parse_entry(
     return _Entry(replace(nothing, problem=problem, malformed=True))
 
 
-def _payload_lines(text: str, prefix: str) -> tuple[list[_Line], list[StoredColumns]]:
-    """The packets, and the group's own columns if it has some. Raises ValueError."""
-    lines: list[_Line] = []
+def payload_lines(text: str, prefix: str) -> tuple[list[PacketLine], list[StoredColumns]]:
+    """The packets, and the group's own columns if it has some. prefix: of payload keys. Raises ValueError."""
+    lines: list[PacketLine] = []
     columns: list[StoredColumns] = []
     for line in text.split("\n"):
         key, size, epoch, mask = line.split(" ")
@@ -231,7 +231,7 @@ def _payload_lines(text: str, prefix: str) -> tuple[list[_Line], list[StoredColu
         if names:
             columns.append(StoredColumns(key, int(size), tuple(names)))
         else:
-            lines.append(_Line(key, int(size), int(epoch), mask))
+            lines.append(PacketLine(key, int(size), int(epoch), mask))
     return lines, columns
 
 

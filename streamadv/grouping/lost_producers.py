@@ -2,7 +2,7 @@
 
 A group belongs to the instance of a producer that was the last to open it, push to it or touch it. If that instance
 is lost, or a later instance has its name, the group stops counting in pacing. It stays open, and counts again as soon
-as any producer pushes to it or touches it.
+as any producer pushes to it or touches it. Prompts that it has leased are there for others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ..messages import log_fields
+from ..prompts.stored import give_back_of_lost
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
 from ..run.heartbeats import Attendance
@@ -33,11 +34,15 @@ class LostProducers:
         self._attendance = Attendance(run)
         # Of each shard: producer, its first instance that may be alive, for whom nothing is left to do.
         self._done: dict[int, set[tuple[bytes, int]]] = {}
+        self._done_leases: set[tuple[bytes, int]] = set()
 
     def look(self) -> None:
-        """Find out who is lost, and what groups are theirs. Without pacing nothing is to do."""
+        """Find out who is lost, and what prompts and groups are theirs. Without pacing groups may stay."""
         self._attendance.look()
         first_alive = self._attendance.first_alive.items()
+        if first_alive - self._done_leases:
+            give_back_of_lost(self._run, dict(first_alive))
+            self._done_leases = set(first_alive)
         for shard in self._run.shards:
             done = self._done.get(shard.index, set()) & first_alive
             changed = first_alive - done

@@ -27,19 +27,22 @@ from ..version import __version__
 from .collectors import ArrayHistogram, Blocked, Registry, Waits
 
 #: What a stage exports: a producer, the three kinds of workers, rank 0 of the trainer, another rank, an exporter.
-Kind = Literal["producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter"]
+Kind = Literal[
+    "producer", "grouper", "scorer", "advantage", "trainer", "rank", "exporter", "gateway", "archive"
+]
 
 #: How a group can end; any other name is counted as "other".
 OUTCOMES: Final = (
     "complete", "partial", "incomplete", "expired", "cancelled", "zero_variance", "difficulty",
-    "no_train_members", "eval", "missing_column", "stale", "oversize", "rolled_back", "other",
+    "no_train_members", "eval", "missing_column", "stale", "oversize", "rolled_back", "repeated",
+    "other",
 )  # fmt: skip
 #: Outcomes of groups that go on to a batch.
 KEPT: Final = ("complete", "partial")
 #: How a group of role eval ends.
 EVALUATED: Final = "eval"
 #: Outcomes at the naming of a batch: the group was counted as kept before.
-AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back")
+AT_NAMING: Final = ("missing_column", "stale", "oversize", "rolled_back", "repeated")
 #: Why a stage has to try again: see `store.retry.reason_of`.
 RETRY_REASONS: Final = (
     "connection", "timeout", "loading", "readonly", "masterdown", "clusterdown", "tryagain", "moved", "ask",
@@ -80,6 +83,7 @@ ALL_GROUPS: Final = CollectorRegistry()
 WORK_ITEMS: Final = CollectorRegistry()
 CORRECTIONS: Final = CollectorRegistry()
 BATCHES: Final = CollectorRegistry()
+GATEWAYS: Final = CollectorRegistry()
 
 #: What the process shows: its own figures, and the sets of its stages.
 REGISTRY: Final = Registry()
@@ -323,6 +327,75 @@ KL_COEFFICIENT: Final = Gauge(
     registry=None,
 )
 
+# Gateways.
+#: What agents speak.
+GATEWAY_DIALECTS: Final = ("chat", "completions", "messages", "responses")
+GATEWAY_CODES: Final = (
+    "ok", "bad_request", "sampling_fixed", "bad_key", "other_rollout", "not_yours", "history_lost", "rollout_over",
+    "body_too_large", "rollout_too_large", "too_many_turns", "too_many_rollouts", "lost_tokens", "engine",
+    "engine_unavailable", "not_admitted", "stopping", "store_unavailable", "other",
+)  # fmt: skip
+#: Why a prompt did not continue a row: other messages than before; the same ones, written otherwise by the template; an
+#: answer that had reached its length.
+GATEWAY_CAUSES: Final = ("history", "template", "length")
+GATEWAY_OPEN: Final = Gauge(
+    "streamadv_gateway_rollouts_open", "Rollouts that agents play through this gateway.", registry=GATEWAYS
+)
+GATEWAY_REQUESTS: Final = _counter(
+    GATEWAYS,
+    "streamadv_gateway_requests",
+    "Requests for a turn, by what the agent speaks, and `ok` or the code of the refusal.",
+    dialect=GATEWAY_DIALECTS,
+    code=GATEWAY_CODES,
+)
+GATEWAY_TURNS: Final = _counter(
+    GATEWAYS, "streamadv_gateway_turns", "Turns kept, each before its answer left."
+)
+GATEWAY_TOKENS: Final = _counter(
+    GATEWAYS, "streamadv_gateway_sampled_tokens", "Tokens that the engines have sampled."
+)
+GATEWAY_ROWS: Final = _counter(
+    GATEWAYS, "streamadv_gateway_rows", "Rows of the rollouts pushed: one each at best."
+)
+GATEWAY_BREAKS: Final = _counter(
+    GATEWAYS,
+    "streamadv_gateway_breaks",
+    "Rows begun because a prompt did not continue the tokens so far: other messages than before (`history`), the same "
+    "ones written otherwise (`template`), or an answer before that had reached its length (`length`).",
+    cause=GATEWAY_CAUSES,
+)
+GATEWAY_REPEATED: Final = _counter(
+    GATEWAYS,
+    "streamadv_gateway_repeated_tokens",
+    "Prompt tokens of rows begun by a break: trained around once more.",
+)
+GATEWAY_SPLICED: Final = _counter(
+    GATEWAYS,
+    "streamadv_gateway_spliced",
+    "Prompts put together from the tokens sampled before, where the template differs.",
+)
+GATEWAY_RESTORED: Final = _counter(
+    GATEWAYS, "streamadv_gateway_restored_turns", "Turns read from the server that another process had kept."
+)
+GATEWAY_CLIENTS_GONE: Final = _counter(
+    GATEWAYS, "streamadv_gateway_clients_gone", "Clients that went away in the middle of an answer."
+)
+GATEWAY_RETRIES_ANSWERED: Final = _counter(
+    GATEWAYS, "streamadv_gateway_retries_answered", "Repeated requests that got the answer of the first one."
+)
+GATEWAY_ENGINE_SECONDS: Final = Histogram(
+    "streamadv_gateway_engine_seconds",
+    "Time of a turn in the engine.",
+    buckets=LONG_SECONDS,
+    registry=GATEWAYS,
+)
+GATEWAY_OWN_SECONDS: Final = Histogram(
+    "streamadv_gateway_own_seconds",
+    "Time of a turn in the gateway and at the run's server.",
+    buckets=STEP_SECONDS,
+    registry=GATEWAYS,
+)
+
 EVENTS: Final[Mapping[str, Counter]] = {
     "delivered": DELIVERED,
     "acked": ACKED,
@@ -338,6 +411,8 @@ _SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
     "trainer": (GROUPS_ENDED, BATCHES, CORRECTIONS),
     "rank": (CORRECTIONS,),
     "exporter": (),
+    "gateway": (GATEWAYS,),
+    "archive": (),
 }
 
 

@@ -12,6 +12,7 @@ from ..errors import RunEndedError, StreamadvError
 from ..store.calls import run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.replies import as_int
+from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
 from .ahead import Ahead
 from .announcements import AsyncAnnouncements
@@ -22,13 +23,16 @@ from .encode import Push
 from .group_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
+from .prompted import PromptedGroups
 from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .sender import Sender
 from .slots import Slots
 from .tickets import PushResult, Ticket
 
 
-class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
+class AsyncProducer(
+    BaseProducer["BeginGroup", AsyncIterator[AsyncGroup], AsyncIterator[tuple[Any, AsyncGroup]]]
+):
     """What `async with Producer(...)` gives. Any number of tasks may use it at once."""
 
     def __init__(
@@ -97,6 +101,14 @@ class AsyncProducer(BaseProducer["BeginGroup", AsyncIterator[AsyncGroup]]):
                 yield AsyncGroup(self, ticket)
         finally:
             ahead.leave()
+
+    async def _prompts(self, prompted: PromptedGroups) -> AsyncGenerator[tuple[Any, AsyncGroup], None]:
+        try:
+            while (found := await self._drive(prompted.next())) is not None:
+                yield found[0], AsyncGroup(self, found[1])
+        finally:
+            with suppress(StreamadvError, *RETRYABLE):
+                await self._drive(prompted.close(), patient=False)
 
     async def _admit(self, request: GroupRequest) -> AsyncGroup:
         return AsyncGroup(self, await self._drive(self._logic.begin(request)))

@@ -6,17 +6,22 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+from ..errors import SettingError
+from ..messages import brief
+from ..prompts.prompts import Prompts
 from .ahead import Ahead
 from .checks import GroupRequest
 from .logic import ProducerLogic
 from .membership import Weights
+from .prompted import PromptedGroups
 
 GroupT = TypeVar("GroupT")
 GroupsT = TypeVar("GroupsT")
+PromptedT = TypeVar("PromptedT")
 
 
-class BaseProducer(Generic[GroupT, GroupsT]):
-    """What the two kinds of producer share. GroupT, GroupsT: what beginning one and many returns."""
+class BaseProducer(Generic[GroupT, GroupsT, PromptedT]):
+    """What the two kinds of producer share. GroupT, GroupsT, PromptedT: what its ways to begin groups return."""
 
     _logic: ProducerLogic
 
@@ -114,6 +119,32 @@ class BaseProducer(Generic[GroupT, GroupsT]):
         )
         return self._groups(Ahead(self._logic.admission, request, ahead))
 
+    def prompts(
+        self,
+        prompts: Prompts,
+        size: int = 8,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        redundancy: int | None = None,
+        timeout: float | None = None,
+    ) -> PromptedT:
+        """Pairs of a prompt and its group, until each prompt has ended in each epoch, and with them the run.
+
+        A prompt ends once the trainer has committed its group, a filter (zero variance, difficulty) has dropped it, or
+        it is given up: its group ended otherwise, and `retries` more did too. Until then it is played again, by any
+        producer of the run that iterates; what a producer leased that dies is there for the others after 30 s. So the
+        iterator waits at the end until the trainer has saved its last checkpoint. All producers give the same prompts.
+
+        The group has the id `prompt:<name>:<source>:<epoch>:<index>:<try>`, the source as `data_source`, and `prompt`
+        (its index) and `epoch` in its metadata. Arguments and errors are those of `begin_group`; SettingError is also
+        raised for prompts that are not those of the run.
+        """
+        if not isinstance(prompts, Prompts):
+            raise SettingError(f"prompts is {brief(prompts)}, needs streamadv.Prompts(...)")
+        request = GroupRequest(size, None, None, metadata, deadline_s, redundancy, timeout)
+        return self._prompts(PromptedGroups(self._logic, prompts, request))
+
     @property
     def weights(self) -> Weights | None:
         """Where the newest weights lie, if the trainer says so: `queue.trained(batch, weights=URI)`; else None.
@@ -124,6 +155,9 @@ class BaseProducer(Generic[GroupT, GroupsT]):
 
     @abstractmethod
     def _begin(self, request: GroupRequest) -> GroupT: ...
+
+    @abstractmethod
+    def _prompts(self, prompted: PromptedGroups) -> PromptedT: ...
 
     @abstractmethod
     def _groups(self, ahead: Ahead) -> GroupsT: ...

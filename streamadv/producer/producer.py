@@ -16,6 +16,7 @@ from ..settings import run_name
 from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
 from ..store.replies import as_int
+from ..store.retry import RETRYABLE
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .ahead import Ahead
@@ -25,6 +26,7 @@ from .checks import GroupRequest
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
+from .prompted import PromptedGroups
 from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .resend import RESEND_WINDOW_S
 from .slots import Slots
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from .async_producer import AsyncProducer
 
 
-class Producer(BaseProducer[Group, Iterator[Group]]):
+class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]):
     """Begins groups of one run and pushes their rollouts. Thread-safe.
 
     `with Producer(...)` gives this blocking producer, `async with Producer(...)` an `AsyncProducer` with the same
@@ -139,6 +141,14 @@ class Producer(BaseProducer[Group, Iterator[Group]]):
                 yield Group(self, ticket)
         finally:
             ahead.leave()
+
+    def _prompts(self, prompted: PromptedGroups) -> Iterator[tuple[Any, Group]]:
+        try:
+            while (found := self._drive(prompted.next())) is not None:
+                yield found[0], Group(self, found[1])
+        finally:
+            with suppress(StreamadvError, *RETRYABLE):
+                self._drive(prompted.close(), patient=False)
 
     def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
         """Push trajectories of one group; opens an unknown group.

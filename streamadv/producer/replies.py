@@ -74,6 +74,8 @@ def refusal(reply: Reply, shard: int | None = None) -> Reason:
     where = "" if shard is None else f"shard {shard}: "
     if name == "maxmemory":
         return Reason("maxmemory", "the server is above its maxmemory")
+    if name == "archive":
+        return Reason("archive", f"{where}{used} bytes of ended groups are kept, keep_bytes allows {limit}")
     if name == "max_staleness":
         return Reason("pacing", f"{used} groups begun and not yet trained, max_staleness allows {limit}")
     if float(limit) == NO_ROOM:

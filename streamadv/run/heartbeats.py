@@ -132,6 +132,12 @@ class Attendance:
         return {name: last.instance + (name in lost) for name, last in self._heartbeats.items()}
 
     @property
+    def is_attended(self) -> bool:
+        """Whether some producer is heard of, also one that has finished, as of the last look."""
+        limit = clock.now() - PRODUCER_TIMEOUT_S
+        return any(last.state != b"gone" and last.when > limit for last in self._heartbeats.values())
+
+    @property
     def ended(self) -> bool:
         """Whether a producer has finished and no other is alive, as of the last look."""
         lost = self.lost

@@ -20,7 +20,7 @@ from .run import Shard
 
 #: Share of the server's maxmemory that kept groups of a run may fill.
 MAXMEMORY_SHARE: Final = 0.1
-#: Groups that one call forgets, see `lua/group/trim_kept.lua`.
+#: Groups that one call forgets, see `lua/lib/trim.lua`.
 TRIM_COUNT: Final = 64
 #: What a field of an output hash begins with that holds the results of one group.
 RESULTS_OF: Final = "kept:"
@@ -30,6 +30,8 @@ _DTYPES: Final = {dtype.str: dtype for dtype in (np.dtype("<f8"), *KNOWN_COLUMNS
 
 def share_kept(manifest: Manifest, kind: str) -> float:
     """The share of groups of a kind that the run keeps."""
+    if manifest.archive:
+        return 1.0
     return manifest.keep[kind] if manifest.keep_bytes else 0.0
 
 
@@ -48,9 +50,14 @@ def trim_kept(shard: Shard, manifest: Manifest, memory: Mapping[str, Any]) -> bo
     """
     limit, budget = int(int(memory.get("maxmemory", 0)) * MAXMEMORY_SHARE), manifest.keep_bytes
     budget = (min(budget, limit) if limit else budget) // len(manifest.keys.salts)
-    shares = " ".join(repr(manifest.keep[kind]) for kind in KEPT_KINDS)
-    forgotten: int = shard.call("trim_kept", [f"{budget} {shares}"])
+    forgotten: int = shard.call("trim_kept", [_keeping(manifest, budget)])
     return forgotten >= TRIM_COUNT
+
+
+def _keeping(manifest: Manifest, budget: int) -> str:
+    """What the scripts of a shard may keep, see `lua/lib/keep.lua`."""
+    shares = [1.0 if manifest.archive else manifest.keep[kind] for kind in KEPT_KINDS]
+    return " ".join([str(budget), *map(repr, shares), *(["archive"] if manifest.archive else [])])
 
 
 class Numbers(NamedTuple):

@@ -120,6 +120,11 @@ class RunSettings(BaseModel):
     keep: (
         Annotated[dict[str, Annotated[float, Field(ge=0, le=1)]], AfterValidator(_with_all_kinds)] | None
     ) = Field(None, description="share of the groups that are kept: of those trained, dropped, eval and dead")
+    archive: bool | None = Field(
+        None,
+        description="keep every group that ends until `streamadv archive` has it; while those it has not got fill "
+        "keep_bytes, no group begins",
+    )
     tokenizer: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
         None,
         description="tokenizer.json, or its folder, by which people read tokens; the pipeline does not open it",
@@ -192,6 +197,7 @@ class Manifest(BaseModel):
     dead_bytes: int = 256 << 20
     keep_bytes: int = 256 << 20
     keep: dict[str, float] = KEPT_KINDS
+    archive: bool = False
     tokenizer: str | None = None
     batch_groups: int | None = None
     max_staleness: int | None = None

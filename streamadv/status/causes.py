@@ -34,7 +34,7 @@ KEPT_SHARE: Final = 0.05
 UNCOMMITTED_SHARE: Final = 0.5
 UNCOMMITTED_BATCHES: Final = 50
 #: Reasons for which producers begin no groups.
-BRAKES: Final = ("max_bytes", "pacing")
+BRAKES: Final = ("max_bytes", "pacing", "archive")
 #: Shards named in one line.
 MAX_SHARDS_LISTED: Final = 8
 
@@ -253,6 +253,12 @@ def _brakes(status: Status) -> Iterator[Found]:
             f"{used.live} bytes live and {used.reserved} reserved of max_bytes {admission.max_bytes}{where}"
         )
         yield "max_bytes", text
+    if admission.unarchived:
+        yield (
+            "archive",
+            f"{used.kept} bytes of ended groups are kept, shard {_listed(admission.unarchived)} has more than "
+            "keep_bytes allows",
+        )
     if admission.paced:
         yield (
             "pacing",
@@ -309,7 +315,7 @@ def _producers(status: Status) -> Iterator[Found]:
                 f"{counted(open_groups, 'group is', 'groups are')} open",
             )
         return
-    is_braked = status.admission.full or status.admission.paced
+    is_braked = status.admission.full or status.admission.paced or status.admission.unarchived
     if status.is_quiet and not open_groups and not is_braked and status.quiet_s is not None:
         yield (
             "producers_idle",

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "streamadv_run_"
 #: Seconds that a scrape waits for the server. A Prometheus gives up after 10 by default.
 READ_S: Final = 3.0
-#: Data sources whose evaluation is shown, the first in the alphabet.
+#: Data sources whose evaluation or prompts are shown, the first in the alphabet.
 MAX_EVALUATIONS: Final = 32
 
 #: One sample: name without prefix, values of its labels, value.
@@ -61,6 +61,25 @@ def _workers(status: Status) -> dict[tuple[str, str], int]:
 
 def _of_evaluations(field: str) -> Callable[[Status], Any]:
     return lambda status: {e.data_source: getattr(e, field) for e in status.evaluations[:MAX_EVALUATIONS]}
+
+
+def _prompts(status: Status) -> dict[tuple[str, str, str], int]:
+    found: dict[tuple[str, str, str], int] = {}
+    for each in status.prompts[:MAX_EVALUATIONS]:
+        states = {"trained": each.trained, "in_play": each.in_play, "left": each.left}
+        states |= {"filtered": sum(each.filtered.values()), "given_up": sum(each.given_up.values())}
+        found |= {(each.name, each.source, state): count for state, count in states.items()}
+    return found
+
+
+def _prompt_failures(status: Status) -> dict[tuple[str, str, str], int]:
+    shown = status.prompts[:MAX_EVALUATIONS]
+    return {(each.name, each.source, why): n for each in shown for why, n in each.failures.items()}
+
+
+def _prompts_given_up(status: Status) -> dict[tuple[str, str, str], int]:
+    shown = status.prompts[:MAX_EVALUATIONS]
+    return {(each.name, each.source, why): n for each in shown for why, n in each.given_up.items()}
 
 
 def _blocked(status: Status) -> dict[str, bool]:
@@ -192,6 +211,22 @@ FACTS: Final[dict[str, Fact]] = {
     "server_total_memory_bytes": Fact("Memory of the server's machine.", "server.total_system_memory"),
     "garbage_payloads": Fact("Payloads that wait for deletion.", "garbage"),
     "results_entries": Fact("Entries in the results logs.", "results"),
+    # Prompts.
+    "prompts": Fact(
+        "Prompts over all epochs by state: trained, filtered, given_up, in_play, left; at most 32 sources.",
+        _prompts,
+        ("prompts", "data_source", "state"),
+    ),
+    "prompt_failures": Fact(
+        "Tries of prompts that ended otherwise and were played again, by how; at most 32 sources.",
+        _prompt_failures,
+        ("prompts", "data_source", "reason"),
+    ),
+    "prompts_given_up": Fact(
+        "Prompts that were given up, by how their last try ended; at most 32 sources.",
+        _prompts_given_up,
+        ("prompts", "data_source", "reason"),
+    ),
     # Evaluation.
     "eval_reward_mean": Fact(
         "Mean reward over the trajectories of the newest round, or policy version, of evaluation; at most 32 sources.",

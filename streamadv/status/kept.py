@@ -11,12 +11,13 @@ import numpy as np
 
 from ..errors import SettingError, WireError
 from ..messages import brief
-from ..run import find_run
-from ..run.payloads import FetchedPacket, fetch_columns
+from ..run import Run, find_run
+from ..run.payloads import FetchedPacket, fetch_columns, fetch_replies, know_columns, split_reply
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
 from ..trajectory.columns import OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets
+from ..trajectory.packet import decode_entries
 from ..trajectory.payload import payload_trajectory, payloads_of
 from ..trajectory.reference import Reference
 from ..trajectory.schema import Trajectory
@@ -92,6 +93,17 @@ def trajectories_of(
             mask = columns.pop(MASK, mask)  # the chain may have left tokens out
             columns |= {name: np.where(mask > 0, columns[name], 0) for name in SPREAD & columns.keys()}
             yield payload_trajectory(reference, payload, columns, **more)
+
+
+def columns_of_group(run: Run, group: SeenGroup) -> dict[str, Array]:
+    """The columns that a group has itself. Raises WireError if they cannot be read."""
+    found: dict[str, Array] = {}
+    for key, size, names in group.columns:
+        know_columns(run, [names])
+        (reply,) = fetch_replies(run, [key], [size], [[name.encode() for name in names]])
+        for name, raw in zip(names, split_reply(reply, header=False)[1], strict=True):
+            found[name] = decode_entries(name, raw, run.manifest.columns)
+    return found
 
 
 def outputs_of(group: SeenGroup) -> dict[int, dict[str, Array]]:

@@ -13,6 +13,7 @@ from ..grouping.short_groups import Loss
 from ..run.ledger import QUEUED
 from ..units import seconds_text
 from .evaluations import Evaluation
+from .prompts import SourceProgress
 
 #: A run in which nothing entered a stream for so long stands still.
 QUIET_S: Final = 10.0
@@ -190,6 +191,7 @@ class Admission:
     max_bytes: int
     full: list[int]  # shards without room
     paced: list[int]  # shards with their share of the groups that may be ahead of the trainer
+    unarchived: list[int]  # shards whose kept groups fill keep_bytes, and which have to wait for the archive
     groups_ahead: int
     groups_limit: int | None
     batch_groups: int | None
@@ -252,6 +254,7 @@ class Status:
     producers: list[ProducerState]
     admission: Admission
     evaluations: list[Evaluation]  # the newest of each data source
+    prompts: list[SourceProgress]
     server: Server
     quiet_s: float | None  # since something entered a stream; None = never
     failing_chain: str | None  # why the chain of a work item fails, as a worker has noted

@@ -35,6 +35,7 @@ from .model import (
     TrainerState,
     by_reason,
 )
+from .prompts import read_progress
 from .shard import ShardState, problems_of, read_shards
 
 INFO_FIELDS: Final = (
@@ -81,6 +82,7 @@ def read_status(run: Run) -> Status:
         producers=read_producers(run, now_ms),
         admission=admission_of(run, shards, server),
         evaluations=newest(read_evaluations(run)),
+        prompts=read_progress(run),
         server=server,
         quiet_s=activity.quiet_s,
         failing_chain=_failing_chain(shards),
@@ -191,6 +193,7 @@ def admission_of(run: Run, shards: Sequence[ShardState], server: Server) -> Admi
             for number, groups in enumerate(ahead)
             if is_paced and groups >= (limit or 0) // len(shards)
         ],
+        unarchived=[number for number, shard in enumerate(shards) if _waits_for_archive(shard)],
         groups_ahead=sum(ahead),
         groups_limit=limit,
         batch_groups=batch_groups,
@@ -209,6 +212,11 @@ def _is_full(shard: ShardState, budget: int) -> bool:
     group_size = max(1, trajectories // max(1, shard.groups_logged))
     reservation = shard.reservation
     return shard.count("live_bytes") + reservation.total_bytes + group_size * reservation.slot_bytes > budget
+
+
+def _waits_for_archive(shard: ShardState) -> bool:
+    limit, _, rest = shard.trainer.get("keep", "").partition(" ")
+    return rest.endswith(" archive") and shard.count("kept_bytes") > as_count(limit)
 
 
 def read_server(run: Run) -> Server:

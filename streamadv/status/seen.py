@@ -10,6 +10,7 @@ from itertools import repeat
 from typing import Any, Final, Literal, NamedTuple
 
 from ..errors import WireError
+from ..grouping.groups_log import StoredColumns, payload_lines
 from ..messages import brief
 from ..run import Run, Shard
 from ..run.kept import Numbers, unpack_results
@@ -55,6 +56,8 @@ class SeenGroup:
     left_out: Sequence[int] = ()
     """Rollout indices that its batch did without."""
     packets: Sequence[StoredPacket] = ()
+    columns: Sequence[StoredColumns] = ()
+    """Of the group itself; at most one."""
     members: Sequence[Reference] = ()
     counting: frozenset[int] = frozenset()
     """Rollout indices of those that count for the group."""
@@ -210,11 +213,12 @@ def _read_members(group: SeenGroup, fields: Fields) -> None:
     packets, members, counting = [], list[Reference](), set[int]()
     scores = json.loads(fields.get(b"scores", b"{}"))
     tables = cut_tables(fields.get(b"tables", b""))
-    for line, table in zip(fields.get(b"payloads", b"").decode().splitlines(), tables, strict=True):
-        key, size, epoch, mask = line.split(" ")
-        found, columns = read_table(table, int(size))
-        packets.append(StoredPacket(key, int(size), int(epoch), columns, found))
-        for reference, counts in zip(_references(group, found), mask, strict=True):
+    text = fields.get(b"payloads", b"").decode()
+    lines, group.columns = payload_lines(text, "") if text else ([], [])
+    for line, table in zip(lines, tables, strict=True):
+        found, columns = read_table(table, line.size)
+        packets.append(StoredPacket(line.key, line.size, line.epoch, columns, found))
+        for reference, counts in zip(_references(group, found), line.mask, strict=True):
             score = scores.get(str(reference.rollout_index)) if reference.reward is None else None
             members.append(reference if score is None else replace(reference, **_score(score)))
             counting.update([reference.rollout_index] if counts == "1" else ())

@@ -23,6 +23,9 @@ PAGE: Final = 256
 #: A packet in the hash of an open group, see `lua/lib/complete.lua`.
 _GROUP_PACKET: Final = re.compile(rb"([0-9]{1,15}) [0-9]{1,15} ([01]+)\n((?:[^\n]+\n)+)\n(.*)", re.DOTALL)
 
+#: A turn in that hash, see `lua/lib/turns.lua`.
+_TURN: Final = re.compile(rb"turn:([0-9]{1,5}):([0-9]{1,9})")
+
 
 @dataclass
 class StoredData:
@@ -125,6 +128,7 @@ def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
         if b"." in slots:
             slot_bytes = b"".join(head.split(b" ")[2:3]).decode(errors="backslashreplace")
             stored.unfilled[slot_bytes] += slots.count(b".")
+        stored.problems += [f"group {group_id}: {problem}" for problem in _turn_problems(group, slots)]
         columns_bytes, *where = group.get(b"columns", b"").split(b" ")
         if where:
             stored.refer(stored.payloads, where[0], columns_bytes, f"group {group_id}")
@@ -137,6 +141,26 @@ def _walk_open_groups(run: Run, keys: ShardKeys, stored: StoredData) -> None:
             stored.problems.append(
                 f"group {group_id}: its packets count the members {sorted(counted)}, its slot map {taken}"
             )
+
+
+def _turn_problems(group: Mapping[bytes, bytes], slots: bytes) -> Iterator[str]:
+    """What is wrong with the turns that gateways keep in an open group, see `lua/lib/turns.lua`."""
+    sizes = [
+        (int(match[1]), int(match[2]), len(value))
+        for name, value in group.items()
+        if (match := _TURN.fullmatch(name))
+    ]
+    for name, value in group.items():
+        if not name.startswith(b"turns:"):
+            continue
+        slot = name.removeprefix(b"turns:").decode(errors="replace")
+        mine = [(number, size) for index, number, size in sizes if str(index) == slot]
+        found = f"{len(mine)} {sum(size for _, size in mine)}"
+        if value.decode(errors="replace") != found:
+            yield f"slot {slot} has {found} turns and bytes of them, its counter says {brief(value)}"
+    kept = {index for index, *_ in sizes}
+    if ended := sorted(index for index in kept if slots[index : index + 1] != b"."):
+        yield f"the turns of slots that have ended are kept: {ended}"
 
 
 def _walk_packets(

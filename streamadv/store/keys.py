@@ -103,6 +103,7 @@ class ShardKeys:
     garbage = _Single()  # payloads to delete
     dead = _Single()  # dead letters by time
     malformed = _Single()  # stream: foreign data that was removed
+    prompt_ends = _Single()  # stream: how groups of prompts have ended
     kept = _Single()  # stream: ended groups to look at
 
     # Figures
@@ -116,6 +117,7 @@ class ShardKeys:
     session = _Single()  # the trainer session: epoch, version, committed
     batches = _Single()  # k -> record of batch k
     producers = _Single()  # producer -> heartbeat
+    prompts = _Single()  # name of a set of prompts -> what it is
 
     def group(self, group_id: str) -> str:
         return f"{{{self.tag}}}:group:{group_id}"
@@ -132,12 +134,26 @@ class ShardKeys:
     def dead_group(self, group_id: str) -> str:
         return f"{{{self.tag}}}:dead:{group_id}"
 
+    # Of a set of prompts, in the home shard
+    def prompt_state(self, name: str) -> str:
+        return f"{{{self.tag}}}:prompt_state:{name}"
+
+    def prompt_entries(self, name: str) -> str:
+        return f"{{{self.tag}}}:prompt_entries:{name}"
+
+    def prompt_again(self, name: str) -> str:
+        return f"{{{self.tag}}}:prompt_again:{name}"
+
+    def prompt_given_up(self, name: str) -> str:
+        return f"{{{self.tag}}}:prompt_given_up:{name}"
+
 
 _shard_keys: Final = lru_cache(1024)(ShardKeys)
 
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = tuple(name for name, value in vars(ShardKeys).items() if isinstance(value, _Single))
-MANY_KINDS: Final = ("group", "payload", "scoring", "output", "dead_group")
+PROMPT_KINDS: Final = ("prompt_state", "prompt_entries", "prompt_again", "prompt_given_up")
+MANY_KINDS: Final = ("group", "payload", "scoring", "output", "dead_group", *PROMPT_KINDS)
 
 
 def key_patterns(run: str) -> dict[str, str]:

@@ -104,12 +104,20 @@ REASONS: Final[dict[str, Kind]] = {
         "batches are trained on and not committed: many since the run began, or so many that they fill max_bytes",
         "save a checkpoint every few batches, `with queue.checkpoint(folder) as path: ...`, or raise max_bytes",
     ),
+    "archive": Kind(
+        "groups that the archive has not got yet fill keep_bytes, in a run with the setting archive",
+        "start `streamadv archive --to FOLDER`, look at why it is slow, or raise keep_bytes",
+    ),
     "lost_groups_first": Kind(
         "a server came back without groups, which are admitted before new ones", "wait, or raise max_bytes"
     ),
     "unannounced": Kind(
         "the server does not let producers read what the trainer announces, so they ask for admission every 2 s",
         "give them the rights that `streamadv config acl` prints",
+    ),
+    "prompts_begun": Kind(
+        "all prompts are begun, and some have not ended: a trained one ends when a checkpoint with it is saved",
+        "wait for the trainer; after its loop it has to save one more, `with queue.checkpoint(folder) as path: ...`",
     ),
     # The server.
     "server_away": Kind("nothing answers at the URL", "start the server or correct the URL"),

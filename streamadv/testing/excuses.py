@@ -75,6 +75,8 @@ def was_lost_twice(pipeline: Pipeline, place: Place) -> bool:
 def may_be_over(pipeline: Pipeline, group: Group) -> bool:
     """Whether a part of the group was lost, and was not pushed again before its deadline, or by nobody."""
     acknowledged = [pipeline.acknowledged.get(place, []) for place in group.places]
+    if group.scores:
+        acknowledged.append(group.scores)
     return any(is_excused(pipeline, each) for each in acknowledged) or any(
         not _was_heard(pipeline.world, one.life.process, at, group.begun + group.deadline_s)
         for at, since in pipeline.world.lost
@@ -101,7 +103,11 @@ def may_be_dropped(pipeline: Pipeline, group: Group) -> bool:
         return True
     if pipeline.scene.scored:  # its rewards may have come after its deadline
         return pipeline.world.time > group.begun + group.deadline_s
-    last = max(min(each.when for each in pipeline.acknowledged[place]) for place in group.places)
+    parts = [
+        *(pipeline.acknowledged[place] for place in group.places),
+        *([group.scores] if group.scores else []),
+    ]
+    last = max(min(each.when for each in part) for part in parts)
     return last > group.begun + group.deadline_s - 1.0
 
 

@@ -165,6 +165,7 @@ class Job:
             queue.load_state_dict(checkpoint[1])
         elif not rank:
             queue.open()
+        is_unsaved = True
         while True:
             have_left = len(pipeline.done) == len(scene.producers)
             try:
@@ -174,14 +175,22 @@ class Job:
                     raise
                 batch = None
             if batch is None:
+                if scene.prompts and is_unsaved:  # which the producers wait for
+                    self._save(queue, rank)
+                    is_unsaved = False
                 if self._is_over(rank, have_left):
                     break
                 continue
             members = tuple((each.group_id, each.rollout_index) for each in batch.references)
+            if wrong := [each for each in batch.references if each.reward != float(each.rollout_index)]:
+                pipeline.violate(
+                    f"P5: {wrong[0].group_id}/{wrong[0].rollout_index} has reward {wrong[0].reward}"
+                )
             self._train(rank, batch.version, members)
             self._look(batch)
             queue.trained(batch)
-            if (batch.version + 1) % scene.save_every == 0:
+            is_unsaved = (batch.version + 1) % scene.save_every != 0
+            if not is_unsaved:
                 self._save(queue, rank)
         pipeline.closing_at = pipeline.world.time
         self._save(queue, rank)
@@ -258,7 +267,8 @@ class Job:
             )
             if not is_well:
                 continue
-            if not life.finishes and world.time - life.opened > 5.0:
+            # With prompts a producer has finished while it waits for what others play.
+            if not life.finishes and not pipeline.scene.prompts and world.time - life.opened > 5.0:
                 pipeline.violate(
                     f"P3: the run has ended, and producer {life.name} is alive and has not finished"
                 )

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from ..prompts.spec import identity
+from ..prompts.stored import read, read_sets
 from ..run import Run, find_run
 from ..status import problems_of, read_shards
 from ..status.audit import audit
@@ -64,6 +66,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     if twice:
         yield f"P1: {twice[:4]} are in the weights twice"
     yield from _missing(pipeline, set(weights))
+    if pipeline.scene.prompts:
+        yield from _prompts(pipeline, run, weights)
     # What nobody has pushed again is in the weights, and the server has at most the rest of its group, as untrained.
     unknown = sum(
         is_excused(pipeline, pipeline.acknowledged.get(place, []))
@@ -73,6 +77,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     )
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
+    if unknown_ended := _ended_unknown(pipeline):
+        yield f"P3: groups have ended that nobody was given: {unknown_ended[:4]}"
     yield from _kept_otherwise(pipeline, run, counters)
     if malformed := counters.get("malformed", 0):
         yield f"accounting: {malformed} entries are malformed, and only the run has written"
@@ -82,6 +88,14 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
         elif key.endswith(b":garbage"):
             yield f"accounting: {len(value)} payloads are left in {key.decode()}"
+
+
+def _ended_unknown(pipeline: Pipeline) -> list[str]:
+    """Groups with a tombstone that no producer has begun to play, where each has left and was heard."""
+    if pipeline.world.lost or any(life.process.dead or life.is_unheard for life in pipeline.lives):
+        return []
+    tombstones = pipeline.world.server.store.data.get(b"{r:0:0}:ended", {})
+    return [name.decode() for name in tombstones if name.decode() not in pipeline.groups]
 
 
 def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Iterator[str]:
@@ -99,6 +113,33 @@ def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Ite
     twice = [group_id for group_id, count in groups.items() if count > 1]
     if twice and not pipeline.world.lost:
         yield f"kept: {twice[:4]} were trained on twice"
+
+
+def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator[str]:
+    """P11: each prompt of each epoch has ended once."""
+    places = [(identity(group_id), index) for group_id, index in weights if group_id != identity(group_id)]
+    if twice := [place for place, count in Counter(places).items() if count > 1]:
+        yield f"P11: {twice[:4]} are in the weights twice"
+    sets = read_sets(run)
+    if not sets:
+        yield "P11: the run has no prompts"
+        return
+    stored = read(run, sets[0])
+    if not stored.is_over:
+        yield f"P11: after the end {len(stored.entries)} prompts are begun, of {stored.following} {stored.entries}"
+    trained = {prompt for prompt, _ in places}
+    if pipeline.scene.each_batch:
+        trained |= {identity(group_id) for group_id, _ in pipeline.trained if group_id != identity(group_id)}
+    ends = Counter[str]()
+    for counter, number in stored.counters.items():
+        ends[counter.partition(":")[0].partition(" ")[0]] += number
+    given_up = ends["given_up"] + ends["filtered"]
+    # After a loss a group that is in the weights may be pushed again in part, and expire.
+    missing = len(pipeline.prompts) - len(trained) - given_up
+    if missing > 0 or (missing and not pipeline.world.lost):
+        yield f"P11: of {len(pipeline.prompts)} prompts {len(trained)} are in the weights, {dict(stored.counters)}"
+    if not (pipeline.world.lost or pipeline.scene.each_batch) and ends["trained"] != len(trained):
+        yield f"P11: {len(trained)} prompts are in the weights, the run says {dict(stored.counters)}"
 
 
 def _may_count_otherwise(pipeline: Pipeline) -> bool:

@@ -24,6 +24,7 @@ from ..grouping.scorer import Scorer
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
+from ..prompts import Prompts
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
@@ -40,6 +41,8 @@ from .strands import Process
 from .world import URL, World
 
 SCORER: Final = "judge"
+#: For which the prompts of a scene are played.
+EPOCHS: Final = 2
 
 #: Seconds of the world after which nothing fails any more.
 CALM_S: Final = 60.0
@@ -81,6 +84,7 @@ class Pipeline:
             scorers=scorers,
             keep=dict.fromkeys(KEPT_KINDS, 1.0),
         )
+        self.prompts = Prompts(range(max(1, self.scene.prompts)), epochs=EPOCHS)
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
         self.lives: list[Life] = []
@@ -253,6 +257,8 @@ class Pipeline:
             self._hand(number, first, plan, producer, life)
             for hand in hands:
                 hand.join()
+            if self.scene.prompts:
+                Blocking(self, producer, life, f"p{number}", 0.0).do_prompts()
             if plan["ends"] == "finish":
                 life.finishes = True
                 producer.finish()
@@ -288,6 +294,8 @@ class Pipeline:
             await asyncio.gather(
                 *(self._async_hand(number, due, plan, opened, life) for due in plan["hands"])
             )
+            if self.scene.prompts:
+                await Asyncio(self, opened, life, f"p{number}", 0.0).do_prompts()
             if plan["ends"] == "finish":
                 life.finishes = True
                 await opened.finish()
@@ -347,6 +355,13 @@ class Pipeline:
         if code in ("pushed", "duplicate"):
             self.acknowledged.setdefault((group.id, index), []).append(Acknowledged(life, asked, now, code))
             self.world.moment()
+
+    def note_scored(self, life: Life, asked: float, group: Group, codes: Sequence[str]) -> None:
+        """The server has answered that it has the rewards of all members of a group: now it has to be trained on."""
+        if life.process.dead or not {"scored", "duplicate"}.issuperset(codes):
+            return
+        group.whole = True
+        group.scores.append(Acknowledged(life, asked, self.world.time, "scored"))
 
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""

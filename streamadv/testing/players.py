@@ -45,6 +45,15 @@ class _Play:
         }
         return parse_trajectory(record | ({"role": group.role} if group.role != "train" else {}))
 
+    def fails(self, index: int, begun: Any) -> bool:
+        """Whether rollouts of this group of a prompt fail: of one always, of another one at the first try."""
+        return index == 0 or (index == 1 and begun.group_id.endswith(":0"))
+
+    def of_prompt(self, index: int, begun: Any) -> dict[str, Any]:
+        """The column that the chain may need, which a third prompt lacks at the first try."""
+        lacks = index == 2 and begun.group_id.endswith(":0")
+        return {} if lacks or not self.pipeline.scene.needs else {"ref_log_probs": [-1.0] * 5}
+
     def columns(self, index: int) -> dict[str, Any]:
         reward = self.reward or {"reward": float(index)}
         return {
@@ -159,8 +168,9 @@ class Blocking(_Play):
         group = self.pipeline.plan_group(self.prefix, whole=self.pipeline.scene.scored)
         self._pushed(group, (0, 1))
         if not self.pipeline.scene.scored:
-            for index in range(2):
-                self.producer.score(group.id, index, float(index))
+            codes = [self.producer.score(group.id, index, float(index)) for index in range(2)]
+            self.producer.score(group.id, 0, 9.0)  # comes second
+            self.pipeline.note_scored(self.life, self.asked, group, codes)
 
     def do_bare(self) -> None:
         """A group without the column that the chain may need: then it becomes a dead letter."""
@@ -169,6 +179,17 @@ class Blocking(_Play):
 
     def do_eval(self) -> None:
         self._pushed(self.pipeline.plan_group(self.prefix, role="eval"), (0, 1))
+
+    def do_prompts(self) -> None:
+        """All prompts of the run, together with the other producers."""
+        for index, begun in self.producer.prompts(self.pipeline.prompts, 2):
+            group = self.pipeline.plan_group(begun.group_id, whole=False)
+            for rollout in begun:
+                self.needed = self.of_prompt(index, begun)
+                if self.fails(index, begun):
+                    rollout.fail()
+                else:
+                    self._played(group, rollout, 0.1)
 
     def do_later(self) -> None:
         """Another pause, in which heartbeats and heavy faults may come."""
@@ -212,9 +233,19 @@ class Asyncio(_Play):
         for rollout in begun:
             await self._played(group, rollout)
 
-    async def _played(self, group: Group, rollout: Any) -> None:
+    async def do_prompts(self) -> None:
+        async for index, begun in self.producer.prompts(self.pipeline.prompts, 2):
+            group = self.pipeline.plan_group(begun.group_id, whole=False)
+            for rollout in begun:
+                self.needed = self.of_prompt(index, begun)
+                if self.fails(index, begun):
+                    await rollout.fail()
+                else:
+                    await self._played(group, rollout, 0.1)
+
+    async def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
         self.world.moment()
-        await asyncio.sleep(self.plays)
+        await asyncio.sleep(self.plays if seconds is None else seconds)
         code = await rollout.push(**self.columns(rollout.rollout_index))
         if rollout.rollout_index < group.size:
             self.noted(group, [code], rollout.rollout_index)

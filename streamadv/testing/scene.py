@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .strands import Process
@@ -73,6 +73,8 @@ class Group:
     whole: bool = True
     """Whether all its rollouts are pushed, so that it has to be trained on."""
     role: str = "train"
+    scores: list[Acknowledged] = field(default_factory=list)
+    """When its rewards had come, where its producer brings them."""
     image: bool = False
     """Whether it was begun with the columns IMAGE."""
 
@@ -100,6 +102,8 @@ class Scene:
     scored: bool
     needs: bool
     """Whether the chain needs a column, so that groups without it become dead letters."""
+    prompts: int
+    """How many prompts all producers play for two epochs, after what each does by itself."""
     groupers: int
     successor_s: float
     """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
@@ -149,6 +153,7 @@ def draw_scene(world: World) -> Scene:
         scored=pick("scored", False, False, True),
         needs=pick("needs", False, False, True),
         folder=pick("folder", False, False, True),
+        prompts=pick("prompts", 0, 0, 0, 5),
         groupers=pick("groupers", 1, 1, 2),
         successor_s=pick("successor_s", 0.0, 0.0, 0.0, 6.0, 12.0, 25.0),
     )

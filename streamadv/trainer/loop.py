@@ -149,7 +149,8 @@ class Loop:
             patience.progress()
         batch = self._collect(collector)
         is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(self._next) is None
-        if batch is None and is_last:
+        # Asked once more: naming may have dropped groups of prompts, which are to be played again.
+        if batch is None and is_last and session.has_ended(self._next):
             collector.read()  # results that came after their batch was committed go before the run ends
             lost = None if self._progress.has_delivered else why_nothing_was_kept(session.run)
             if leader is not None:

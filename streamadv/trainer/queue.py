@@ -371,6 +371,8 @@ class TrainerQueue(IterableDataset[Batch]):
         """
         if self._progress.began is None:
             self._loop.patiently(self._sessions.current)
+        if self._rank.number == 0 and self._progress.has_prompts:
+            self._loop.patiently(self._sessions.save_prompts)
         with self._loop.lock:
             return self._progress.state(self._run_name)
 

@@ -246,6 +246,12 @@ class Sessions:
                 session.commit(session.version)
         self.news.set()
 
+    def save_prompts(self) -> None:
+        """Rank 0 notes in the progress what the run has of its prompts, for the next checkpoint."""
+        session = self.current()
+        if isinstance(session, Leader):
+            session.save_prompts()
+
     def commit(self, state: Mapping[str, Any]) -> None:
         """As `TrainerQueue.commit`, once."""
         session = self.at_hand()

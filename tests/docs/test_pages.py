@@ -33,6 +33,9 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
         'make demo ARGS="--metrics-port 9101"': "needs a Prometheus; tests/unit/demo compares its file with the ports"
     },
     "deploy/README.md": {"docker build --file deploy/Dockerfile --tag streamadv:0.2.0 .": "needs Docker"},
+    "docs/how-to/any-agent.md": {
+        "pip install 'streamadv[gateway]'": "needs engines; tests/gateway plays with the same commands"
+    },
     "docs/how-to/compose.md": {
         "sh secrets.sh exp1        # once: passwords and users of run exp1, in secrets/": "needs Docker",
         "export STREAMADV_REDIS_URL=redis://streamadv-producer@127.0.0.1:6379/0 STREAMADV_RUN=exp1 \\": "the same",

@@ -19,6 +19,7 @@ import redis.exceptions
 
 from streamadv import cli
 from streamadv.errors import NoBatchError, NotPermittedError
+from streamadv.gateway.turns import Store
 from streamadv.producer import Producer
 from streamadv.run import consumer as streams
 from streamadv.run import find_run, open_run
@@ -28,6 +29,7 @@ from streamadv.store import acl
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys, key_patterns, manifest_key
+from streamadv.store.scripts import script_call
 from streamadv.trainer.queue import TrainerQueue
 from tests.chaos import scenario
 from tests.support import (
@@ -164,6 +166,10 @@ def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(empty: Guarded) -
     with empty.watch(used), producing(empty.url("producer"), RUN, settings) as producer:
         group = producer.begin_group(2, group_id="mixed", timeout=1)
         first, second, _ = group
+        turns = Store(producer, 60.0)  # type: ignore[arg-type]
+        assert producer._drive(turns._call(first.ticket, 0, [b"one"])).state == "ok"
+        keys = producer._logic.membership.keys_of("mixed")
+        assert producer._carry_out(script_call("share", keys, ["{}"], group="mixed")) == 1
         first.push(input_ids=range(5), response_mask=[0, 0, 1, 1, 1], reward=1.0)
         second.fail()
         group.touch(3600.0)

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import streamadv
-from streamadv import algorithms, errors, losses, metrics, padded
+from streamadv import algorithms, errors, gateway, losses, metrics, padded
 from streamadv.algorithms import ChainConfig, estimator_names, preset_names
 from streamadv.algorithms.registry import get_estimator
 from streamadv.cli import make_parser
@@ -60,6 +60,7 @@ def public_names() -> str:
         "streamadv.padded": names_of(padded),
         "streamadv.losses": names_of(losses),
         "streamadv.integrations.engines": names_of(engines),
+        "streamadv.gateway": names_of(gateway),
         "estimators and their options": estimators(),
         "presets": (name for name in preset_names() if name not in estimator_names() or is_built_in(name)),
         "parts of a ChainConfig": parts_of(ChainConfig),
@@ -83,6 +84,8 @@ def class_lines(name: str, kind: type) -> Iterator[str]:
     fields = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", {})
     yield name + (call_of(kind) if "__init__" in vars(kind) and not fields and name not in HANDED_OUT else "")
     for field, declared in fields.items():
+        if field.startswith("_"):
+            continue
         yield f"{name}.{field}{typed(annotation_of(kind, field))}{default_of(declared)}"
     for member in sorted(dir(kind)):
         home = next((base for base in kind.__mro__ if member in vars(base)), object)

@@ -14,16 +14,20 @@ import pytest
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
-    "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "producer", "grouping",
-    "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer", "processes", "integrations",
-    "demo", "cli", "testing",
+    "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "prompts", "producer",
+    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer", "processes",
+    "integrations", "gateway", "demo", "cli", "testing",
 )  # fmt: skip
-#: Rooms and modules that only run where torch, or what they integrate, is installed; all others are imported without.
-WITH_TORCH = (
+#: Rooms and modules that only run where an extra is installed; all others are imported without.
+WITH_EXTRAS = (
     "integrations",
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
     *("archive.rewind", "archive.compare"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
+    *(
+        f"gateway.{name}"
+        for name in ("asking", "dialects", "engines", "http", "server", "sessions", "tokens")
+    ),
 )
 #: The package's face may be used by what stands beside the pipeline, as any user would.
 USERS = ("processes", "demo", "cli")
@@ -73,11 +77,18 @@ def test_the_maths_load_nothing_of_the_pipeline() -> None:
 
 @pytest.mark.processes
 def test_a_base_installation_imports_all_that_does_not_compute() -> None:
-    """Without torch and numba; where they are installed, the same modules do not import them."""
+    """Without the extras' packages; where they are installed, the same modules do not import them."""
     names = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py")]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
-    base = [name for name in names if not f"{name}.".startswith(tuple(f"{room}." for room in WITH_TORCH))]
-    assert {"producer.producer", "cli.worker", "algorithms.chain", "algorithms.estimators.gae"} < set(base)
+    base = [name for name in names if not f"{name}.".startswith(tuple(f"{room}." for room in WITH_EXTRAS))]
+    assert {
+        "producer.producer",
+        "cli.worker",
+        "cli.gateway",
+        "gateway.access",
+        "algorithms.chain",
+        "algorithms.estimators.gae",
+    } < set(base)
     code = f"""
 import importlib, sys
 from importlib.machinery import PathFinder
@@ -85,7 +96,7 @@ from importlib.machinery import PathFinder
 class Forbid(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name in ("torch", "numba"):
+        if name in ("torch", "numba", "aiohttp", "orjson"):
             raise ModuleNotFoundError(f"{{name}} was imported", name=name)
 
 sys.meta_path.insert(0, Forbid)

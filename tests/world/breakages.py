@@ -157,7 +157,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "groups in the weights are trained on again": Mutant(
         "streamadv/batch/progress.py",
-        "return group_id in self._uncommitted or group_id in self._committed or group_id in self._returning",
+        "return known in self._uncommitted or known in self._committed or known in self._returning",
         "return False",
     ),
     "a group in hand is forgotten with its server": Mutant(
@@ -320,7 +320,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "  redis.pcall('HINCRBY', keys.ledger, 'kept_bytes', string.format('%d', bytes))\n", "",
     ),
     "what is trimmed stays": Mutant(
-        f"{LUA}/group/trim_kept.lua", "    redis.call('RPUSH', keys.garbage, item)\n", ""
+        f"{LUA}/lib/trim.lua", "      redis.call('RPUSH', keys.garbage, item)\n", ""
     ),
     "a dropped group is not kept": Mutant(
         f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"

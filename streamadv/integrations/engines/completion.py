@@ -28,16 +28,23 @@ class Completion:
     finish_reason: str | None = None
     """As the engine says: stop, length, tool_calls, abort."""
     version: int | None = None
-    """Of the weights that sampled it; None = not known."""
+    """Of the weights that sampled it; None = not known. The oldest one, if `versions` has several."""
     text: str = ""
     message: Mapping[str, Any] = field(default_factory=dict)
     """Of a chat: the assistant's message, to be put back into the messages as it is."""
+    versions: Sequence[int] | None = None
+    """Of the weights that sampled each token, if the engine says so; None = all `version`."""
 
     def __post_init__(self) -> None:
         if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
             raise SettingError(
                 f"the engine has returned {len(self.token_ids)} token ids and {len(self.log_probs)} log-probs: "
                 f"ask for log-probs of the sampled tokens only, one choice a request"
+            )
+        if self.versions is not None and len(self.versions) != len(self.token_ids):
+            raise SettingError(
+                f"the engine has returned {len(self.token_ids)} token ids and versions of {len(self.versions)}: it "
+                f"needs to name one for each"
             )
 
     @property

@@ -32,11 +32,13 @@ class _Row:
     rollout_log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def append(self, ids: Sequence[int], mask: int, log_probs: Sequence[float] | None, version: int) -> None:
+    def append(
+        self, ids: Sequence[int], mask: int, log_probs: Sequence[float] | None, version: int | Sequence[int]
+    ) -> None:
         self.input_ids += ids
         self.response_mask += [mask] * len(ids)
         self.rollout_log_probs += [0.0] * len(ids) if log_probs is None else log_probs
-        self.versions += [version] * len(ids)
+        self.versions += [version] * len(ids) if isinstance(version, int) else version
 
     def is_start_of(self, ids: list[int]) -> bool:
         return ids[: len(self.input_ids)] == self.input_ids
@@ -64,7 +66,7 @@ class Episode:
         """One line for each row that was begun because a prompt did not continue the tokens so far."""
         self._rows: list[_Row] = []
         self._steps: list[dict[str, Any]] = []
-        self._versions: list[int | None] = []  # of each completion
+        self._versions: list[int | None] = []  # of the completions
         self._has_log_probs: set[bool] = set()
         self._finish_reason: str | None = None
         if len(prompt_ids):
@@ -75,6 +77,11 @@ class Episode:
     def tokens(self) -> list[int]:
         """The tokens of the latest row so far: what to ask the engine with."""
         return list(self._rows[-1].input_ids) if self._rows else []
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row so far; not copies."""
+        return [row.input_ids for row in self._rows]
 
     @property
     def turns(self) -> int:
@@ -93,8 +100,10 @@ class Episode:
         reward: float = 0.0,
         state_key: str | None = None,
         agent: str | None = None,
-    ) -> None:
+    ) -> int:
         """Append what an engine has sampled, and before it what its prompt has beyond the tokens so far.
+
+        Returns the number of the row that it stands in.
 
         Args:
             reward: of this turn, for estimators of steps.
@@ -102,18 +111,24 @@ class Episode:
             agent: name of its author; only rows of this author are continued.
         """
         prompt = _listed(completion.prompt_ids)
-        number = self._row_of(prompt, agent)
+        number = self.row_of(prompt, agent)
+        if number is None:
+            number = self._begin_row_after(prompt, agent)
         row = self._rows[number]
         row.append(prompt[len(row.input_ids) :], 0, None, NOT_SAMPLED)
         sampled, start = _listed(completion.token_ids), len(row.input_ids)
         log_probs = completion.log_probs
-        row.append(sampled, 1, None if log_probs is None else list(log_probs), completion.version or 0)
+        versions = completion.version or 0 if completion.versions is None else list(completion.versions)
+        row.append(sampled, 1, None if log_probs is None else list(log_probs), versions)
         self._finish_reason = completion.finish_reason
         if sampled:
             self._has_log_probs.add(log_probs is not None)
-            self._versions.append(completion.version)
+            self._versions += (
+                [completion.version] if completion.versions is None else set(completion.versions)
+            )
             step = {"start": start, "end": len(row.input_ids), "reward": reward, "state_key": state_key}
             self._steps.append({"row": number, **step} if number else step)
+        return number
 
     def record(self, **fields: Any) -> dict[str, Any]:
         """The arguments of `rollout.push`, but for the reward: columns (or `rows`), `steps`, `model_version`, `status`.
@@ -158,12 +173,15 @@ class Episode:
             ]
         return made | fields
 
-    def _row_of(self, prompt: list[int], agent: str | None) -> int:
-        """The longest row of this author that the prompt continues; else a new one."""
+    def row_of(self, prompt_ids: Sequence[int], agent: str | None = None) -> int | None:
+        """The longest row of this author that such a prompt continues; None if it would begin another one."""
+        prompt = _listed(prompt_ids)
         mine = [number for number, row in enumerate(self._rows) if row.agent == agent]
         continued = [number for number in mine if self._rows[number].is_start_of(prompt)]
-        if continued:
-            return max(continued, key=lambda number: len(self._rows[number].input_ids))
+        return max(continued, key=lambda number: len(self._rows[number].input_ids), default=None)
+
+    def _begin_row_after(self, prompt: list[int], agent: str | None) -> int:
+        mine = [number for number, row in enumerate(self._rows) if row.agent == agent]
         if mine:
             self._note_break(prompt, mine[-1])
         self._begin_row(agent)

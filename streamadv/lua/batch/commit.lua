@@ -1,19 +1,21 @@
 -- Commit groups of one shard: their trajectories are counted as trained, except those left out, and their payloads
 -- deleted, or kept with their results. Idempotent for each group, since only the call that deletes the log entry counts it. The last call closes the
 -- batch in the shard; in the home shard, which is the last one, its record goes.
--- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, kept, unlinked: output | payload | void ...
+-- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, kept,
+--       prompt_ends, unlinked: output | payload | void ...
 -- fenced by trainer
 -- ARGV  epoch, batch id, k in the last call of all ('' in others), number of results that the last call in a shard removes
 --       ('' in others), record of the batch for groups that are kept, for each of the results: entry id, bytes of its
 --       output columns; then of each group one text: entry id, numbers of members that are trained on, baselines, and
 --       oversize, bytes, number of payloads, and whether to keep it: '-' = no, '0' = yes, '1' = yes, and behind its
---       payloads stands the output with its results, in the field 'kept:<group id>'
+--       payloads stands the output with its results, in the field 'kept:<group id>'; then the id of a prompt's group
 -- Returns  number of groups committed
 -- include count
 -- include owners
 -- include announce
 -- include close_batch
 -- include keep
+-- include prompt_end
 local UNLINKED = 1000  -- keys in one UNLINK
 local results = tonumber(ARGV[4]) or 0
 local gone, at, groups = {}, results, 0
@@ -29,12 +31,13 @@ local function keep_trained(fields, left_out, output)
 end
 
 for i = 6 + 2 * results, #ARGV do
-  local entry, trained, baseline, oversize, bytes, payloads, kept =
-    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-01])$')
+  local entry, trained, baseline, oversize, bytes, payloads, kept, prompt =
+    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-01]) ?(%S*)$')
   payloads = tonumber(payloads)
   local logged = kept ~= '-' and keeps('trained') and redis.call('XRANGE', keys.groups, entry, entry)[1]
   if redis.call('XDEL', keys.groups, entry) == 1 then
     groups = groups + 1
+    note_prompt_end(prompt, 'trained')
     local left_out = math.min(tonumber(trained), #(exclusions[entry] or {}))
     count('trained', trained - left_out)
     count('dead:undecodable', left_out)

@@ -1,7 +1,7 @@
 -- The grouper fills in rewards that `producer.score` brought for members it had taken before, and ends their groups if
 -- those were the last ones missing. Once the groups of a call have APPLY_SLOTS slots it leaves scores of others in the list.
 -- KEYS  void, scored, open, groups, ended, ended_before, ledger, garbage, sizes, evals, kept, trainer,
---       group_hashes: group ...
+--       prompt_ends, group_hashes: group ...
 -- ARGV  those of a policy (lib/close), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {group id, outcome, data source, rewards, ...} of the groups that have ended
 -- include count
@@ -10,6 +10,7 @@
 -- include group
 -- include slots
 -- include ended
+-- include prompt_end
 -- include close
 -- include evaluation
 -- include keep

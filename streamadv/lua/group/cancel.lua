@@ -14,6 +14,7 @@
 -- include ended
 -- include enter
 -- include append
+-- include turns
 local PACKET_MEMBERS = 64
 local spec, producer, limits, nonce, wanted, allowed = spec_of(ARGV, 1), unpack(ARGV, SPEC_ARGS + 1)
 local field = 'cancel:' .. nonce
@@ -34,6 +35,7 @@ local function cancel(members)
   if ended then return ended end
   group.slots = with_letters(group.slots, 1, members, 'p')
   reserve(group.slot_bytes, -#members)
+  for _, member in ipairs(group.turned and members or {}) do drop_turns(group, string.format('%d', member.index)) end
 end
 
 local cancelled, members = {}, {}

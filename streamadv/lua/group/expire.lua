@@ -2,7 +2,7 @@
 -- the grouper's own downtime must not lose anything. One call stops after the group with which it has reached
 -- EXPIRE_SLOTS slots.
 -- KEYS  void, open, rollouts, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals, kept,
---       trainer, group_hashes: group ...
+--       trainer, prompt_ends, group_hashes: group ...
 -- ARGV  those of a policy (lib/close), id of each group ...
 -- Returns  {groups looked at, id, outcome, data source, rewards of each that has ended ...}
 -- include clock
@@ -13,6 +13,7 @@
 -- include slots
 -- include ended
 -- include malformed
+-- include prompt_end
 -- include close
 -- include evaluation
 -- include keep

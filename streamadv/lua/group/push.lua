@@ -27,6 +27,7 @@
 -- include enter
 -- include append
 local PACKET_ARGS = 6
+-- include turns
 local producer, limits, has_scorers = ARGV[1], ARGV[2], ARGV[3] == '1'
 local ended  -- the error of a stream that takes no more entries
 
@@ -91,6 +92,7 @@ local function register(group, packet, codes)
     if not ended then
       group.slots = slots
       reserve(group.slot_bytes, -packet.count)
+      for slot in string.gmatch(group.turned and packet.text or '', '(%d+) %S+ %S+ %S+\n') do drop_turns(group, slot) end
       for i = 1, packet.count do codes[#codes + 1] = 'pushed' end
       return true
     end

@@ -1,7 +1,7 @@
 -- The grouper's hand-off: move packets from the rollouts stream into their groups, and end the groups that then have
 -- all they need.
 -- KEYS  void, rollouts, open, groups, ended, ended_before, ledger, garbage, malformed, sizes, evals, kept, trainer,
---       group_hashes: group ..., (payloads: payload ...)
+--       prompt_ends, group_hashes: group ..., (payloads: payload ...)
 -- ARGV  consumer group, those of a policy (lib/close), then for each group: its id; if its members here may be all of it,
 --       each usable and with its reward, its size, else 0; number of packets, and for each packet: entry id, number of
 --       members, payload key or '', bytes, fencing epoch, members, member table
@@ -14,6 +14,7 @@
 -- include group
 -- include slots
 -- include ended
+-- include prompt_end
 -- include close
 local GROUP_ARGS, PACKET_ARGS = 3, 7
 local policy = policy_of(ARGV, 2)

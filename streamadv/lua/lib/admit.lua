@@ -9,8 +9,9 @@ local function read_admission(limits)
   local max_trajectory_bytes, max_bytes, shards, elsewhere, max_staleness, batch_groups, is_new =
     string.match(limits, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
   local trainer = redis.call('HMGET', keys.trainer, 'max_staleness', 'batch_groups', 'held', 'epoch', 'version',
-    'announced', 'finished', 'weights', 'clock')
-  local ledger = redis.call('HMGET', keys.ledger, 'shards', 'live_bytes', 'groups_eval', 'groups_abandoned')
+    'announced', 'finished', 'weights', 'clock', 'keep')
+  local ledger = redis.call('HMGET', keys.ledger, 'shards', 'live_bytes', 'groups_eval', 'groups_abandoned',
+    'kept_bytes')
   local sizes = read_sizes(keys.sizes)
   return {max_bytes = tonumber(max_bytes), shards = tonumber(shards), elsewhere = tonumber(elsewhere),
     is_new = is_new == '1', max_staleness = tonumber(trainer[1] or max_staleness),
@@ -18,7 +19,8 @@ local function read_admission(limits)
     epoch = trainer[4] or '0', version = trainer[5] or '0', announced = trainer[6] or '', finished = trainer[7] == '1',
     weights = trainer[8] or '', clock = trainer[9], sizes = sizes,
     slot_bytes = slot_bytes(sizes, tonumber(max_trajectory_bytes)), known_shards = tonumber(ledger[1] or ''),
-    live_bytes = tonumber(ledger[2] or '') or 0}
+    live_bytes = tonumber(ledger[2] or '') or 0, kept_bytes = tonumber(ledger[5] or '') or 0,
+    kept_limit = tonumber(string.match(trainer[10] or '', '^(%d+) .* archive$'))}
 end
 
 -- Returns a refusal if the producers are too far ahead of the trainer, else nil. Evaluation is never trained on: it is
@@ -31,6 +33,13 @@ local function too_far_ahead(spec)
   -- neither ids nor groups need spread evenly.
   if admission.shards > 1 and not admission.elsewhere then limit = math.floor(limit / admission.shards) end
   return used >= limit and {'busy', 'max_staleness', used, limit} or nil
+end
+
+-- Returns a refusal if groups that the archive has not got yet fill their budget, else nil.
+local function archive_is_behind()
+  local used, limit = admission.kept_bytes, admission.kept_limit
+  if not limit or used <= limit then return nil end
+  return {'busy', 'archive', string.format('%.17g', used), string.format('%.17g', limit)}
 end
 
 -- Returns a refusal if the slots of the group do not fit into the budget, else nil.
@@ -53,6 +62,7 @@ end
 -- Admit and open a group that does not exist. Returns the group, or nil and
 --   {'over'}    the trainer has ended the run
 --   {'busy', 'max_staleness', groups ahead, limit}
+--   {'busy', 'archive', bytes kept, how many may be kept}   the archive lags
 --   {'busy', 'group_bytes', bytes a slot needs, max_bytes}   more than the whole budget
 --   {'busy', 'max_bytes', bytes used, max_bytes, open groups, groups logged, trajectories in streams and in flight,
 --    batch_groups or '', bytes a slot needs}
@@ -63,7 +73,7 @@ end
 local function admit(hash, spec, producer)
   if admission.known_shards ~= admission.shards then return nil, {'layout'} end
   if admission.finished and admission.is_new and spec.role ~= 'eval' then return nil, {'over'} end
-  local refused = too_far_ahead(spec) or no_room(spec)
+  local refused = too_far_ahead(spec) or archive_is_behind() or no_room(spec)
   if refused then
     refused[#refused + 1] = admission.announced
     return nil, refused

@@ -1,5 +1,5 @@
 -- Taking a group out of the open ones: into the groups log, if it is to be trained on, and among the tombstones.
--- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes
+-- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, prompt_ends
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
 local POLICY_ARGS = 5
@@ -102,6 +102,7 @@ local function close_group(group, outcome, letter, policy, rewards)
     remembered = 0
   end
   remembered = remembered + redis.call('HSET', keys.ended, group.id, letter .. tombstone_of(group))
+  if outcome ~= 'complete' and outcome ~= 'partial' then note_prompt_end(group.id, outcome) end
   count('outcome:' .. outcome, 1)
   return outcome, group.data_source or '', rewards
 end

@@ -3,7 +3,7 @@
 --   '<bytes> <fencing epoch> <mask>\n<members>\n<member table>'
 -- members: see lib/members. mask: '1' for each member that counts for the group, else '0'. What `producer.score` brought
 -- is in the fields 'score:<slot>' (JSON) and 'score_value:<slot>' (the reward, or 'x' = unscorable).
--- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, kept, trainer
+-- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, kept, trainer, prompt_ends
 local function packet_field(packet)
   return packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet) .. '\n' .. packet.text .. '\n' .. packet.table
 end
@@ -51,8 +51,13 @@ local function filter_reason(rewards, policy)
   return nil
 end
 
--- Read the hash of the group: its packets, which are added to those of this call, and its other fields.
+-- Read the hash of the group: its packets, which are added to those of this call, and its other fields. Turns, which may
+-- be many bytes, go before.
 local function load_packets(group)
+-- include turns
+  for at = 1, group.turned and #(group.slots or '') or 0 do
+    if string.sub(group.slots, at, at) == '.' then drop_turns(group, at - 1) end
+  end
   local flat = redis.pcall('HGETALL', group.hash)
   for i = 1, flat.err and 0 or #flat, 2 do
     local packet = is_payload(flat[i]) and packet_of(flat[i], flat[i + 1])

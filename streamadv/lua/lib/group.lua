@@ -10,8 +10,9 @@
 --               count in pacing
 --   'holders'   nonces of those calls of `begin` whose callers have its tickets; none in a group that was opened otherwise
 --   'round'     of an evaluation group that has one, its name
+--   'shared'    what its rollouts share beyond that, for a gateway (`share`)
 --   'columns'   of a group that has columns of its own: '<bytes> <payload key> <names>', or '<bytes>' while the server lacks them
--- and those of packets and scores (lib/complete), and of cancellations.
+-- and those of packets and scores (lib/complete), of cancellations, and of turns (lib/turns).
 -- KEYS  open
 local MAX_SLOTS = 8192
 local MAX_HEAD = 1000  -- bytes: a data source has at most 200 characters
@@ -28,7 +29,7 @@ end
 
 -- The group's table. `state` is 'open', 'none' (no such group is open), or 'broken': somebody has overwritten its hash.
 local function load_group(id, hash)
-  local f = redis.pcall('HMGET', hash, 'head', 'slots', 'producer', 'holders', 'columns')
+  local f = redis.pcall('HMGET', hash, 'head', 'slots', 'producer', 'holders', 'columns', 'turned')
   if not (f.err or f[1] or f[2]) then return {id = id, hash = hash, state = 'none'} end
   local head = f[1] and #f[1] <= MAX_HEAD and f[1] or ''
   local slots, role, size, slot_bytes, opened_ms, epoch, version, data_source =
@@ -45,7 +46,7 @@ local function load_group(id, hash)
     and math.max(slot_bytes, opened_ms, epoch, version) < 2 ^ 53
   return {id = id, hash = hash, state = is_open and 'open' or 'broken', role = role == 'eval' and role or 'train',
     size = tonumber(size), slot_bytes = slot_bytes, opened_ms = opened_ms, epoch = epoch, version = version,
-    data_source = data_source or '', slots = slots or nil, producer = f[3], holders = f[4],
+    data_source = data_source or '', slots = slots or nil, producer = f[3], holders = f[4], turned = f[6],
     columns_bytes = columns_bytes, columns_key = columns_key, column_names = column_names, changes = {},
     packets = {}, fields = {}, scores = {}}
 end

@@ -1,14 +1,15 @@
 -- Kept: a group that has ended may go to the stream `kept` instead of being deleted, so that people can look at it. It
 -- is no state of a trajectory: the ledger counts the group as if it were gone. `has_memory` is false above maxmemory,
--- where nothing new is kept; scripts.py sets it in front of every script with the key `kept`.
+-- where nothing new is kept; scripts.py sets it in front of every script with the key `kept`. A run with an archive keeps
+-- every group, however much that is: admission waits for the archive (lib/admit).
 -- KEYS  kept, ledger, trainer
 local KINDS = {trained = 2, dropped = 3, eval = 4, dead = 5}
-local keeping  -- what `trim_kept` has written: bytes of the shard, then a share for each kind
+local keeping  -- what `trim_kept` has written: bytes of the shard, a share for each kind, and ' archive' if the run has one
 
 -- Whether the run keeps groups that end as one of KINDS.
 local function keeps(kind)
-  keeping = keeping or {string.match(redis.call('HGET', keys.trainer, 'keep') or '', '^(%d+) (%S+) (%S+) (%S+) (%S+)$')}
-  return has_memory and (tonumber(keeping[KINDS[kind]] or '') or 0) > 0
+  keeping = keeping or {string.match(redis.call('HGET', keys.trainer, 'keep') or '', '^(%d+) (%S+) (%S+) (%S+) (%S+)(.*)$')}
+  return (has_memory or keeping[6] == ' archive') and (tonumber(keeping[KINDS[kind]] or '') or 0) > 0
 end
 
 -- Whether this group is among those kept: by a hash of its id alone, as `is_kept` in run/kept.py says too. Ids that
@@ -34,7 +35,7 @@ local function keep(kind, outcome, fields, more)
   for size in string.gmatch(named.payloads or '', '%S+ (%d+) %d+ %S+') do payloads = payloads + tonumber(size) end
   bytes = bytes + payloads
   local used = tonumber(redis.call('HGET', keys.ledger, 'kept_bytes') or '') or 0
-  if used + bytes > tonumber(keeping[1]) then return nil end
+  if used + bytes > tonumber(keeping[1]) and keeping[6] ~= ' archive' then return nil end
   local id = redis.pcall('XADD', keys.kept, '*', 'bytes', string.format('%d', bytes), unpack(entry))
   if id.err then return nil end
   redis.pcall('HINCRBY', keys.ledger, 'kept_bytes', string.format('%d', bytes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -142,6 +141,18 @@ def test_open_and_waiting_groups_are_read_and_stay(redis_url: str, run: str) -> 
         next(sa.kept(redis_url, run=run, where="gone"))  # type: ignore[arg-type]
 
 
+def test_a_group_with_columns_of_its_own_is_read(redis_url: str, run: str) -> None:
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        with producer.group(2, group_id="page", columns={"images": np.zeros((2, 3), np.uint8)}) as group:
+            for rollout in group:
+                rollout.push(input_ids=[1, 2], response_mask=[0, 1], reward=1.0)
+        group_all(joined)
+        assert list(looked_at(joined, where="waiting")) == [("page", 0), ("page", 1)]
+        train(joined, 1)
+    assert list(looked_at(joined)) == [("page", 0), ("page", 1)]
+
+
 def test_the_oldest_go_first_and_the_budget_holds(redis_url: str, run: str) -> None:
     joined = kept_run(redis_url, run, keep_bytes=12_000, zero_variance_filter=True)
     most = 0
@@ -185,14 +196,6 @@ def test_the_share_is_chosen_by_the_id_alike_on_the_server_and_here(redis_url: s
             train(again, 200)
     assert {group_id for group_id, _ in looked_at(again)} == dropped & set(same)
     assert problems(again) == []
-
-
-@pytest.fixture
-def limited(redis_url: str) -> Iterator[redis.Redis]:
-    """The server, whose maxmemory is none again afterwards."""
-    with redis.Redis.from_url(redis_url) as client:
-        yield client
-        client.config_set("maxmemory", 0)
 
 
 def test_above_maxmemory_nothing_new_is_kept_and_the_oldest_go(

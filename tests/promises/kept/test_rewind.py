@@ -37,6 +37,7 @@ def rewound(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> Rew
     """`streamadv rewind` of the run: exit status and all lines."""
 
     def rewind(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()  # what the run has logged before
         where = ("--redis", redis_url, "--run", run)
         status = cli.main(["rewind", "--batch", "0", "--device", "cpu", *arguments, *where])
         printed = capsys.readouterr()

@@ -19,6 +19,7 @@ STAGES: dict[str, metrics.Kind] = {
     "judge": "scorer",
     "advantage": "advantage",
     "trainer": "trainer",
+    "gateway": "gateway",
 }
 
 

@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "dead_bytes": (1 << 20, 0),
     "keep_bytes": (1 << 20, 0),
     "keep": ({"trained": 0.5, "dropped": 0.2, "eval": 1.0, "dead": 1.0}, {"trained": 0.1}),
+    "archive": (True, False),
     "tokenizer": ("a/tokenizer.json", "b"),
     "batch_groups": (8, 16),
     "max_staleness": (0, 4),

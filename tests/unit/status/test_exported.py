@@ -80,7 +80,7 @@ def test_every_fact_is_declared_and_has_a_sample_where_it_can(facts: RunFacts) -
         "server_used_memory_bytes",
         "server_total_memory_bytes",
     }
-    eval_facts = {name for name in exported.FACTS if name.startswith("eval_")}
+    eval_facts = {name for name in exported.FACTS if name.startswith(("eval_", "prompt"))}
     assert exported.FACTS.keys() - names <= absent | eval_facts | {"dead_trajectories"}
 
 

@@ -320,8 +320,11 @@ def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
             )
         ),
         *("staleness", "staleness.mean", "staleness.max", "producers", "admission", "admission.max_bytes"),
-        *(f"admission.{name}" for name in ("full", "paced", "groups_ahead", "groups_limit", "batch_groups")),
-        *("evaluations", "server", "server.refuses_writes", "quiet_s", "failing_chain"),
+        *(
+            f"admission.{name}"
+            for name in ("full", "paced", "unarchived", "groups_ahead", "groups_limit", "batch_groups")
+        ),
+        *("evaluations", "prompts", "server", "server.refuses_writes", "quiet_s", "failing_chain"),
     ]
     assert json["balanced"] is True
     with producing(busy.connection, "r"):

@@ -21,7 +21,10 @@ from streamadv.store.scripts import parse_keys, script_call
 NAMES = list(scripts.files())
 KEYS = ShardKeys("r:0:0")
 #: May be refused above maxmemory: they bring data in. `ahead` and `server_id` write nothing.
-WRITERS_OF_NEW_DATA = {"push", "cancel", "begin", "columns", "server_id", "ahead"}
+WRITERS_OF_NEW_DATA = {
+    *("push", "cancel", "begin", "columns", "turn", "share"),
+    *("server_id", "ahead", "read_prompt_ends"),
+}
 
 
 def test_a_script_has_its_name_alone() -> None:

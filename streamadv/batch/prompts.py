@@ -1,0 +1,143 @@
+"""What rank 0 does for prompts: carries ends of groups home, keeps their state in checkpoints, and sets it back.
+
+A prompt whose group is in the weights counts as trained in the checkpoint that is saved next, and in the run once the
+group is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Container
+from typing import Any, Final
+
+from ..messages import log_fields
+from ..prompts.spec import PromptSet, identity
+from ..prompts.steps import Ends, end, give_back
+from ..prompts.stored import GONE, NOBODY, Stored, carry_out, read, read_sets
+from ..run import Run
+from ..store.calls import run_script
+from .progress import Progress
+
+logger = logging.getLogger(__name__)
+
+#: Outcome of a group that is nowhere: a server has lost it.
+LOST: Final = "lost"
+TRAINED: Final = "trained"
+
+
+class RunPrompts:
+    """The prompts of a run, as rank 0 knows them."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._ends = Ends()
+        self._begun: list[Stored] = []
+
+    def carry(self, *, again: bool = False) -> list[PromptSet]:
+        """Carry the ends of groups to their prompts. again: see `Ends.carry`."""
+        sets = read_sets(self._run)
+        for prompts in sets:
+            carry_out(self._run, self._ends.carry(self._run.keys, prompts, again=again))
+        return sets
+
+    def save(self, progress: Progress) -> None:
+        """Note in the progress what belongs into a checkpoint of the present version."""
+        for prompts in self.carry():
+            progress.prompts[prompts.name] = _saved(read(self._run, prompts), progress)
+
+    def restore(self, progress: Progress) -> None:
+        """After the run was taken: set prompts back to an older checkpoint, or to the last one if the run lost them."""
+        sets = {prompts.name: prompts for prompts in self.carry(again=True)}
+        for name, saved in progress.prompts.items():
+            try:
+                sets[name] = PromptSet.from_text(saved["set"])
+            except (ValueError, KeyError):
+                continue
+        for prompts in sets.values():
+            saved = progress.prompts.get(prompts.name, {})
+            if self._set_back(prompts, saved, progress):
+                text = "run %s: prompts %s are those of checkpoint %d: what has ended since is played again"
+                fields = log_fields("prompts_set_back", run=self._run.name, role="trainer")
+                logger.warning(text, self._run.name, prompts.name, progress.version, extra=fields)
+
+    def _set_back(self, prompts: PromptSet, saved: dict[str, Any], progress: Progress) -> bool:
+        following = saved.get("next", [0] * len(prompts.sources))
+        counters, begun, ended = saved.get("counts", {}), saved.get("left", []), saved.get("ended", [])
+        args = [progress.epoch, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
+        args += [int(progress.is_set_back)]
+        args += [len(following), len(counters), len(begun), *following]
+        args += [part for pair in counters.items() for part in pair]
+        kinds = {f"prompt_{kind}": prompts.name for kind in ("state", "entries", "again", "given_up")}
+        return bool(self._run.home.call("set_back_prompts", [*args, *begun, *ended], **kinds))
+
+    # The end of a run
+
+    def look(self) -> None:
+        """Note what was begun and has not ended, for `are_left`."""
+        self._begun = [read(self._run, prompts) for prompts in self.carry()]
+
+    def are_left(self, known: Container[str], progress: Progress) -> bool:
+        """Whether of the prompts of the last look some are still to be played, though no group was open since.
+
+        known: all groups in the weights, named or candidates, by `identity`. A prompt of no such group was leased and
+        not begun, or a server has lost its group, or how that has ended. In the first cases somebody else plays it
+        under the same try, whom the server tells in the last case that the group has ended; so then it is lost.
+        """
+        is_left = False
+        for stored in self._begun:
+            groups = {item: identity(stored.group_id(item)) for item in stored.entries}
+            self._end(
+                stored, [item for item, group in groups.items() if progress.has_committed(group)], TRAINED
+            )
+            unknown = {item for item, group in groups.items() if group not in known}
+            is_left = is_left or bool(unknown)
+            gone = unknown.intersection(stored.of(GONE))
+            self._end(stored, sorted(gone), LOST)
+            if held := sorted(unknown - gone - set(stored.of(NOBODY))):
+                call = give_back(self._run.keys.home, stored.prompts.name, stored.leases(held))
+                run_script(self._run.connection.scripts, call)
+        return is_left
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some were begun and had not ended at the last look."""
+        return any(stored.entries for stored in self._begun)
+
+    def _end(self, stored: Stored, items: list[str], outcome: str) -> None:
+        """End prompts of which the server has lost that their groups have ended, and how."""
+        if not items:
+            return
+        carry_out(self._run, self._ends.carry(self._run.keys, stored.prompts))
+        ends = [(stored.group_id(item).encode(), outcome.encode()) for item in items]
+        fields = log_fields("prompts_lost", run=self._run.name, role="trainer", count=len(items))
+        text = (
+            "run %s: a server has lost how groups of %d prompts have ended, %s among them: they count as %s"
+        )
+        logger.warning(text, self._run.name, len(items), stored.group_id(items[0]), outcome, extra=fields)
+        # Under a shard of its own: no cursor of a real one moves.
+        call = end(self._run.keys.home, stored.prompts, ends, (-1, "", ""), True)
+        run_script(self._run.connection.scripts, call)
+
+
+def _saved(stored: Stored, progress: Progress) -> dict[str, Any]:
+    """A set for a checkpoint of the present version."""
+    totals, counters = stored.prompts.sources, Counter(stored.counters)
+    left, ended = [], list(stored.ended)
+    lengths = list(totals.values())
+    for item in stored.entries:
+        if identity(stored.group_id(item)) not in progress:
+            left.append(item)
+            continue
+        source, position = map(int, item.split())
+        counters[f"trained {source} {position // lengths[source - 1]}"] += 1
+        if position >= stored.following[source - 1]:
+            ended.append(item)
+    return {
+        "set": stored.prompts.to_text(),
+        "born": stored.born,
+        "next": stored.following,
+        "left": sorted(left),
+        "ended": sorted(ended),
+        "counts": dict(counters),
+    }

@@ -1,0 +1,58 @@
+"""`streamadv archive`: writes what went by into Parquet files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+from ..archive.folder import create_folder
+from ..units import counted
+from . import add_metrics_option, add_redis_options, connect, settings_from
+
+PACKAGES = ("pyarrow",)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "archive",
+        help="writes what went by into Parquet files",
+        description="Follows the groups that the run keeps (settings keep and keep_bytes), and writes them into whole "
+        "files of FOLDER until a signal; started again it goes on where the files end. In a run with the setting "
+        "archive no group is missing, and none begins while too much waits to be written. `streamadv replay FOLDER` "
+        "pushes it again, `streamadv rewind --archive FOLDER` computes its batches.",
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        dest="folder",
+        help="of this run alone; made if need be",
+    )
+    parser.add_argument("--once", action="store_true", help="write what is there, then end")
+    add_redis_options(parser)
+    add_metrics_option(parser)
+    parser.set_defaults(run=run, packages=PACKAGES)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Follow until a signal, or write once."""
+    settings = settings_from(arguments)
+    if not arguments.once:
+        status: int = importlib.import_module("workers.archiver").main(settings, arguments.folder)
+        return status
+    from ..archive.follow import Archive
+    from ..archive.table import PARQUET
+    from ..run import find_run
+
+    with connect(settings) as connection:
+        found = find_run(connection, settings.run)
+        with Archive(found, create_folder(arguments.folder, found.keys), PARQUET) as archive:
+            while archive.look():
+                pass
+            archive.finish()
+            groups, rollouts, files = archive.count
+    print(f"archived {counted(groups, 'group')}, {counted(rollouts, 'rollout')} in {counted(files, 'file')}")
+    return 0

@@ -1,0 +1,154 @@
+"""`streamadv gateway`: agents speak to it as to OpenAI or Anthropic, and the run gets what was sampled."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import SettingError
+from ..gateway.keys import Keys
+from ..gateway.options import MODES, Options
+from . import add_metrics_option, add_redis_options, settings_from
+from .parser import count, seconds, size
+
+KEY_DAYS: Final = 30.0
+_DAY_S: Final = 86400.0
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "gateway",
+        help="lets agents that nobody can change play rollouts",
+        description="Serves the APIs of OpenAI (chat completions, completions, responses) and Anthropic (messages) in "
+        "front of inference engines, and pushes what they have sampled to the run. Each rollout has a key of its own, "
+        "signed with the secret in STREAMADV_GATEWAY_SECRET_FILE. The first line of stdout is its URL.",
+    )
+    add_redis_options(parser)
+    add_metrics_option(parser)
+    parser.add_argument(
+        "--engine", action="append", metavar="URL", help="an engine, or a router; several times for several"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="of the engines' model (default: the first that they list)"
+    )
+    _add_rules(parser)
+    _add_place(parser)
+    parser.add_argument(
+        "--print-key",
+        action="store_true",
+        help=f"print a key that begins groups, valid {KEY_DAYS:g} days, and end",
+    )
+    parser.set_defaults(run=run, packages=("aiohttp", "orjson"))
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="auto",
+        help="tokens: ask engines with tokens; chat: with messages (default: tokens where the engine can)",
+    )
+    parser.add_argument(
+        "--sampling",
+        type=_object,
+        metavar="JSON",
+        default={"temperature": 1.0},
+        help='how the policy is sampled (default: {"temperature": 1.0})',
+    )
+    parser.add_argument(
+        "--allow-sampling", action="store_true", help="agents choose their own temperature, top_p and so on"
+    )
+    parser.add_argument(
+        "--allow-history",
+        action="store_true",
+        help="a rollout may begin with messages of an assistant, such as examples",
+    )
+    parser.add_argument(
+        "--rerender",
+        action="store_true",
+        help="in tokens mode: prompts as the template writes them, also where it changes earlier turns",
+    )
+    parser.add_argument(
+        "--idle-s",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="a group ends after so long without a turn (default 600)",
+    )
+    parser.add_argument(
+        "--answer-s",
+        type=seconds,
+        default=1800.0,
+        metavar="S",
+        help="an engine has so long for an answer (default 1800)",
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="a rollout fails so long after its client went away in the middle of an answer (default 30)",
+    )
+    parser.add_argument(
+        "--max-open", type=count, default=4096, metavar="N", help="rollouts at once (default 4096)"
+    )
+    parser.add_argument(
+        "--max-turns",
+        type=count,
+        default=32,
+        metavar="N",
+        help="requests of one rollout at once (default 32)",
+    )
+    parser.add_argument(
+        "--max-body", type=size, default=64 << 20, metavar="SIZE", help="of a request (default 64mb)"
+    )
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default 127.0.0.1)"
+    )
+    parser.add_argument("--port", type=int, default=0, metavar="P", help="TCP port (default: a free one)")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="its certificate, PEM")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the certificate's key, PEM")
+    parser.add_argument("--behind-proxy", action="store_true", help="something in front of it speaks TLS")
+    parser.add_argument(
+        "--public-url", metavar="URL", help="at which agents reach it, in what POST /v1/groups answers"
+    )
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Type of an option: an object in JSON."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"is {text!r}, needs an object in JSON")
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    from ..gateway.server import Place, serve  # needs the packages of the extra
+
+    settings, keys = settings_from(arguments), Keys.from_environment()
+    if arguments.print_key:
+        print(keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S))
+        return 0
+    own = ("model", "sampling", "allow_sampling", "allow_history", "rerender", "mode", "idle_s", "answer_s")
+    given = {
+        name: getattr(arguments, name)
+        for name in (*own, "grace_s", "max_open", "max_turns", "max_body", "public_url")
+    }
+    options = Options(tuple(arguments.engine or ()), **given)
+    place = Place(
+        arguments.host, arguments.port, arguments.tls_cert, arguments.tls_key, arguments.behind_proxy
+    )
+    if not 0 <= arguments.port <= 65535:
+        raise SettingError(f"--port is {arguments.port}, needs 0 to 65535")
+    asyncio.run(serve(settings, options, keys, place, lambda url: print(url, flush=True)))
+    return 0

@@ -1,0 +1,83 @@
+"""`streamadv prompts list`, `show`: how far a run is with its finite data sets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import StreamadvError
+from ..messages import printable
+from ..prompts.stored import read, read_sets
+from ..status.prompts import SourceProgress, progress_of, read_lines, read_progress
+from ..units import counted
+from . import add_one_shot_options, joined
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("prompts", help="shows how far the run is with its prompts")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, action, text in (
+        ("list", list_all, "each data set by source: trained, filtered, given up, in play, left"),
+        ("show", show, "the prompts of one data set that were given up or are in play"),
+    ):
+        sub = actions.add_parser(name, help=text, description=text)
+        if name == "show":
+            sub.add_argument("name", metavar="NAME", nargs="?", default="train", help="default: train")
+        add_one_shot_options(sub)
+        sub.add_argument("--json", action="store_true", help="one JSON object")
+        sub.set_defaults(run=action)
+
+
+def list_all(arguments: argparse.Namespace) -> int:
+    """Print how far the run is."""
+    with joined(arguments, reading=True) as run:
+        lines = read_progress(run)
+    if arguments.json:
+        print(json.dumps({"run": run.name, "prompts": list(map(asdict, lines))}))
+    elif not lines:
+        print(f"run {run.name}: no producer has played sa.Prompts(...)")
+    else:
+        print("\n".join(printable(line_of(line)) for line in lines))
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print one data set, prompt by prompt."""
+    with joined(arguments, reading=True) as run:
+        sets = [prompts for prompts in read_sets(run) if prompts.name == arguments.name]
+        if not sets:
+            raise StreamadvError(
+                f"run {run.name} has no prompts {arguments.name!r}: see `streamadv prompts list --run {run.name}`"
+            )
+        stored = read(run, sets[0])
+        lines = read_lines(run, stored)
+    progress = progress_of(stored)
+    if arguments.json:
+        found = {"sources": list(map(asdict, progress)), "prompts": list(map(asdict, lines))}
+        print(json.dumps({"run": run.name, "name": arguments.name, **found}))
+        return 0
+    print("\n".join(printable(line_of(line)) for line in progress))
+    for line in lines:
+        source = f"{line.source} " if line.source else ""
+        tries = counted(line.tries, "try", "tries")
+        print(
+            printable(f"  {source}{line.index}, epoch {line.epoch}: {line.state}, {tries} ({line.group_id})")
+        )
+    return 0
+
+
+def line_of(progress: SourceProgress) -> str:
+    """One line for people."""
+    name = f"{progress.name} {progress.source}".strip()
+    parts = [f"trained {progress.trained} of {progress.total}"]
+    for title, counts in (("filtered", progress.filtered), ("given up", progress.given_up)):
+        if counts:
+            parts.append(
+                f"{title} {sum(counts.values())} ({', '.join(f'{why} {n}' for why, n in counts.items())})"
+            )
+    parts += [f"in play {progress.in_play}", f"left {progress.left}"]
+    if progress.failures:
+        parts.append(f"played again {sum(progress.failures.values())} times")
+    return f"prompts {name}: epoch {progress.epoch + 1} of {progress.epochs}, {', '.join(parts)}"

@@ -1,0 +1,192 @@
+"""One turn: from a request to an answer that the server has and the client may see."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from .. import clock
+from ..errors import SettingError
+from ..integrations.engines import from_openai
+from ..messages import one_line
+from . import figures
+from .dialects import Dialect
+from .engines import Engines
+from .joining import chains, following
+from .options import Options
+from .refusals import RefusedError
+from .sampling import of_the_run
+from .sessions import Session, Sessions
+from .tokens import Sampled, TokenMode
+from .turns import Turn
+
+_HIDDEN: Final = ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params")
+_HIDDEN_OF_CHOICES: Final = (
+    "token_ids",
+    "prompt_token_ids",
+    "meta_info",
+    "response_token_ids",
+    "weight_versions",
+)
+
+
+class Asked(NamedTuple):
+    """A request for a turn."""
+
+    dialect: Dialect
+    body: dict[str, Any]
+    digest: str
+    is_retry: bool
+    agent: str | None
+
+
+def digest_of(dialect: Dialect, raw: bytes, idempotency_key: str) -> str:
+    """By which a request is known again."""
+    head = f"{dialect.name}\0{idempotency_key}\0".encode()
+    return hashlib.blake2b(head + raw, digest_size=16).hexdigest()
+
+
+class Turns:
+    """Makes turns."""
+
+    def __init__(self, options: Options, engines: Engines, sessions: Sessions) -> None:
+        self._options, self._engines, self._sessions = options, engines, sessions
+        self._tokens = TokenMode(engines, options)
+
+    async def answer(self, session: Session, asked: Asked) -> Mapping[str, Any]:
+        """The answer, as the engine's API has it. Raises RefusedError."""
+        while asked.is_retry and (waiting := session.under_way.get(asked.digest)):
+            await asyncio.wait({waiting})
+            if not waiting.cancelled():
+                figures.RETRIES_ANSWERED.inc()
+                return waiting.result()
+        if session.asking >= self._options.max_turns:
+            text = f"rollout {session.name} has {session.asking} requests under way, the most it may have"
+            raise RefusedError(429, "too_many_turns", text)
+        answered = session.under_way[asked.digest] = asyncio.get_running_loop().create_future()
+        session.asking += 1
+        session.cut_at = None
+        try:
+            answer = await self._recorded(session, asked.digest) if asked.is_retry else None
+            answer = answer or await self._make(session, asked)
+            answered.set_result(answer)
+            session.cut_at = None  # whoever hears this is there
+            return answer
+        except asyncio.CancelledError:
+            session.cut_at = clock.now()
+            figures.CLIENTS_GONE.inc()
+            raise
+        finally:
+            session.asking -= 1
+            session.seen = clock.now()
+            answered.cancel()
+            if session.under_way.get(asked.digest) is answered:
+                del session.under_way[asked.digest]
+
+    async def _recorded(self, session: Session, digest: str) -> Mapping[str, Any] | None:
+        """What a request of this digest got before: from here, from another gateway, or after its client had gone."""
+        await self._sessions.refresh(session)
+        found = next((turn.answer for turn in reversed(session.turns) if turn.digest == digest), None)
+        if found is not None:
+            figures.RETRIES_ANSWERED.inc()
+        return found
+
+    async def _make(self, session: Session, asked: Asked) -> Mapping[str, Any]:
+        began = clock.now()
+        engine = await self._engines.know(session)
+        model = self._options.model or self._engines.model or "policy"
+        request = of_the_run(_read(asked), self._options, model)
+        messages = request.get("messages")
+        self._check_history(session, messages or ())
+        at = chains(messages, request.get("tools"), asked.agent) if messages is not None else []
+        sent = clock.now()
+        sampled = await self._sample(session, asked, request, at if self._tokens.is_used(engine) else ())
+        engine_s = clock.now() - sent
+        choices = sampled.choices
+        if any(one.finish_reason == "abort" for one in choices):
+            raise RefusedError(503, "engine_unavailable", "the engine has broken off its answer: ask again")
+        ends = [following(at[-1], choice["message"]) for choice in sampled.answer["choices"]] if at else []
+        answer = _without_ids(sampled.answer, bool(asked.body.get("logprobs")))
+        joins = _why_not_joined(session, at)
+        turn = Turn(choices, asked.digest, ends, len(messages or ()) + 1, asked.agent, joins, answer)
+        # Whoever cancels the request does not cancel what may have reached the server.
+        await asyncio.shield(self._sessions.commit(session, turn))
+        figures.TURNS.inc()
+        figures.TOKENS.inc(sum(len(one.token_ids) for one in choices))
+        figures.ENGINE_SECONDS.observe(engine_s)
+        figures.OWN_SECONDS.observe(max(0.0, clock.now() - began - engine_s))
+        return answer
+
+    async def _sample(
+        self, session: Session, asked: Asked, request: dict[str, Any], at: Sequence[str]
+    ) -> Sampled:
+        """at: digests of the conversation, if its engine takes tokens."""
+        try:
+            if at:
+                return await self._tokens.sample(session, request, at)
+            return await self._chat(session, asked.dialect.engine_path, request)
+        except SettingError as error:  # an answer without token ids, or with another number of log-probs
+            raise await self._lost(session, str(error)) from None
+
+    async def _chat(self, session: Session, path: str, request: Mapping[str, Any]) -> Sampled:
+        """Ask with messages; the engine makes the tokens."""
+        is_chat = "messages" in request
+        own: dict[str, Any] = {"stream": False, "return_token_ids": True, "include_reasoning": True}
+        wanted = request.get("logprobs")
+        own["logprobs"] = True if is_chat else wanted if isinstance(wanted, int) else 0
+        answer, version = await self._engines.ask(session, path, {**request, **own})
+        counted = (answer.get("usage") or {}).get("completion_tokens")
+        found = [
+            len(choice["token_ids"]) for choice in answer["choices"] if choice.get("token_ids") is not None
+        ]
+        if counted is not None and len(found) == len(answer["choices"]) and sum(found) != counted:
+            raise SettingError(
+                f"the engine has sampled {counted} tokens and reports {sum(found)}: its parser of tools or reasoning "
+                f"hides some; start it with another one"
+            )
+        choices = [from_openai(answer, version=version, choice=at) for at in range(len(answer["choices"]))]
+        if any(one.log_probs is None for one in choices):
+            raise SettingError("the engine's answer has no log-probs: start it with log-probs allowed")
+        return Sampled(answer, choices)
+
+    async def _lost(self, session: Session, why: str) -> RefusedError:
+        """Nothing is trained on that nobody knows the tokens of: the rollout fails."""
+        await self._sessions.fail(session, "failed", one_line(why))
+        return RefusedError(502, "lost_tokens", f"rollout {session.name} has failed: {why}")
+
+    def _check_history(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
+        is_known = session.turns or self._options.allow_history
+        if not is_known and any(message.get("role") == "assistant" for message in messages):
+            raise RefusedError(
+                409,
+                "history_lost",
+                f"rollout {session.name} has no turns at the run's server, and this request goes on from some: "
+                f"play it from its start with the same key; if agents begin with examples, start the gateway with "
+                f"--allow-history",
+            )
+
+
+def _read(asked: Asked) -> dict[str, Any]:
+    try:
+        return asked.dialect.read(asked.body)
+    except KeyError as error:
+        raise RefusedError(400, "bad_request", f"{asked.dialect.name}: {error.args[0]} is missing") from None
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise RefusedError(400, "bad_request", f"{asked.dialect.name}: {one_line(str(error))}") from None
+
+
+def _why_not_joined(session: Session, at: Sequence[str]) -> str:
+    """Should the prompt begin another row: why. The same messages as before were written otherwise, or they differ."""
+    known = next((session.ends[chain] for chain in reversed(at) if chain in session.ends), None)
+    if known is None:
+        return "history"
+    return "length" if known.finish_reason == "length" else "template"
+
+
+def _without_ids(answer: Mapping[str, Any], keeps_log_probs: bool) -> dict[str, Any]:
+    """The answer as an agent that speaks to an engine gets it."""
+    hidden = (*_HIDDEN_OF_CHOICES, *([] if keeps_log_probs else ["logprobs"]))
+    choices = [{name: choice[name] for name in choice if name not in hidden} for choice in answer["choices"]]
+    return {name: answer[name] for name in answer if name not in _HIDDEN} | {"choices": choices}

@@ -1,0 +1,39 @@
+"""OpenAI's chat completions: the form that engines speak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .events import DONE, data
+
+
+def read(body: dict[str, Any]) -> dict[str, Any]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages: needs a list of objects")
+    return body
+
+
+def write(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    return answer
+
+
+def stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[bytes]:
+    """Two chunks a choice: what it says, and why it ends."""
+    shared = {name: answer.get(name) for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+    for choice in answer["choices"]:
+        delta = {name: value for name, value in choice["message"].items() if value is not None}
+        if delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+        first: dict[str, Any] = {"index": choice["index"], "delta": delta, "finish_reason": None}
+        if choice.get("logprobs"):
+            first["logprobs"] = choice["logprobs"]
+        yield data({**shared, "choices": [first]})
+        last = {"index": choice["index"], "delta": {}, "finish_reason": choice.get("finish_reason")}
+        yield data({**shared, "choices": [last]})
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        yield data({**shared, "choices": [], "usage": answer.get("usage")})
+    yield DONE

@@ -1,0 +1,216 @@
+"""The engines behind a gateway: which one has a rollout, and what to do when one is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import aiohttp
+import orjson
+
+from .. import clock
+from ..messages import log_fields, one_line
+from .refusals import RefusedError
+
+logger = logging.getLogger(__name__)
+
+#: Answers after which the same request may succeed: the engine loads weights, restarts or is full.
+_AGAIN: Final = frozenset((408, 425, 429, 500, 502, 503, 504))
+#: Tries of a request, on whichever engines; the pause before the second one doubles before each further one.
+TRIES: Final = 4
+PAUSE_S: Final = 0.5
+#: Seconds that an engine gets no new rollouts after it was away.
+BREAK_S: Final = 10.0
+#: Seconds between two questions for an engine's version.
+WATCH_S: Final = 0.5
+#: Seconds for the question what an engine can do.
+LOOK_S: Final = 10.0
+#: Bytes of an engine's answer.
+MAX_ANSWER: Final = 256 << 20
+_RENDER: Final = "/v1/chat/completions/render"
+
+
+@dataclass
+class Engine:
+    """One engine, or a router before several."""
+
+    url: str
+    under_way: int = 0
+    rollouts: int = 0
+    down_until: float = 0.0
+    version: int | None = None
+    is_told: bool = False  # its version, by an operator
+    renders: bool = False  # token in, token out
+    is_known: bool = False  # it has said what it can do
+
+
+class Placed(Protocol):
+    """A rollout, which stays with its engine for the sake of the prefix cache."""
+
+    name: str
+    engine: Engine | None
+
+
+class Engines:
+    """All engines. One event loop."""
+
+    def __init__(self, urls: Sequence[str], answer_s: float = 1800.0) -> None:
+        """answer_s: for an answer, with all tries: who waits longer for an engine that stalls holds up its group."""
+        self._answer_s = answer_s
+        self.all = [Engine(url.rstrip("/").removesuffix("/v1")) for url in urls]
+        self._http: aiohttp.ClientSession | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.model: str | None = None
+
+    async def open(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, json_serialize=_text)
+        await asyncio.gather(*map(self._look, self.all))
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._http is not None:
+            await self._http.close()
+
+    async def ask(self, rollout: Placed, path: str, body: Mapping[str, Any]) -> tuple[Any, int | None]:
+        """The answer of the rollout's engine, or of another one that takes it over, and the version it began with.
+
+        Raises RefusedError.
+        """
+        try:
+            async with asyncio.timeout(self._answer_s):
+                return await self._ask(rollout, path, body)
+        except TimeoutError:
+            if rollout.engine is not None:
+                self._rest(rollout.engine)
+            text = f"no engine has answered within {self._answer_s:g} s"
+            raise RefusedError(503, "engine_unavailable", text) from None
+
+    async def _ask(self, rollout: Placed, path: str, body: Mapping[str, Any]) -> tuple[Any, int | None]:
+        problem = ""
+        for number in range(TRIES):
+            if number:
+                await asyncio.sleep(PAUSE_S * 2 ** (number - 1))
+            engine = self.place(rollout)
+            engine.under_way += 1
+            version = engine.version
+            try:
+                status, answer = await self._post(engine, rollout.name, path, body)
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                problem = f"{engine.url}: {type(error).__name__} {one_line(str(error))}"
+                self._rest(engine)
+                continue
+            finally:
+                engine.under_way -= 1
+            if status < 400:
+                return answer, version
+            problem = f"{engine.url}: {status} {_words_of(answer)}"
+            if status not in _AGAIN:
+                raise RefusedError(status, "engine", problem, answer if isinstance(answer, dict) else None)
+            if number == TRIES - 2:  # it answers, and always with this: perhaps another one can
+                self._rest(engine)
+        raise RefusedError(503, "engine_unavailable", f"no engine answers: {problem}")
+
+    def release(self, rollout: Placed) -> None:
+        """The rollout asks no more."""
+        if rollout.engine is not None:
+            rollout.engine.rollouts -= 1
+            rollout.engine = None
+
+    def place(self, rollout: Placed) -> Engine:
+        """The engine that the rollout asks."""
+        now = clock.now()
+        if rollout.engine is not None and rollout.engine.down_until <= now:
+            return rollout.engine
+        # The one with the fewest requests that is up; the current one if none is.
+        best = min(self.all, key=lambda one: (one.down_until > now, one.under_way, one.rollouts))
+        self.release(rollout)
+        best.rollouts += 1
+        rollout.engine = best
+        return best
+
+    def _rest(self, engine: Engine) -> None:
+        if engine.down_until <= clock.now():
+            fields = log_fields("engine_away", role="gateway")
+            logger.warning(
+                "engine %s is away: it gets no requests for %g s", engine.url, BREAK_S, extra=fields
+            )
+        engine.down_until = clock.now() + BREAK_S
+
+    async def _post(self, engine: Engine, name: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        assert self._http is not None
+        headers = {"Content-Type": "application/json", "X-Session-ID": name}
+        async with self._http.post(engine.url + path, data=orjson.dumps(body), headers=headers) as answer:
+            data = await answer.content.read(MAX_ANSWER + 1) if answer.status >= 400 else await answer.read()
+            try:
+                return answer.status, orjson.loads(data)
+            except orjson.JSONDecodeError:
+                if answer.status < 400:
+                    raise aiohttp.ClientPayloadError("the answer is no JSON") from None
+                return answer.status, data[:500].decode(errors="replace")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await asyncio.gather(*(self._ask_version(engine) for engine in self.all))
+
+    async def know(self, rollout: Placed) -> Engine:
+        """The rollout's engine, asked what it can do if it was away when the gateway began."""
+        engine = self.place(rollout)
+        if not engine.is_known:
+            await self._look(engine)
+        return engine
+
+    async def _look(self, engine: Engine) -> None:
+        await self._ask_version(engine)
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError):
+            listed = await self._get(engine, "/v1/models")
+            self.model = self.model or str(listed["data"][0]["id"])
+            body = {"model": self.model, "messages": [{"role": "user", "content": "."}]}
+            async with asyncio.timeout(LOOK_S):
+                status, answer = await self._post(engine, "start", _RENDER, body)
+            engine.renders = status < 400 and "token_ids" in answer
+            engine.is_known = status not in _AGAIN
+            if engine.is_known:
+                logger.info(
+                    "engine %s: %s",
+                    engine.url,
+                    "takes and gives tokens"
+                    if engine.renders
+                    else "makes its own tokens of messages; vLLM 0.32 with "
+                    "--enable-scale-out would keep rows whole whatever its template does",
+                    extra=log_fields("engine_found", role="gateway"),
+                )
+
+    async def _ask_version(self, engine: Engine) -> None:
+        if engine.is_told:
+            return
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            version = str((await self._get(engine, "/weight_info"))["weight_version"])
+            engine.version = int(version) if version.isdecimal() else None
+
+    async def _get(self, engine: Engine, path: str) -> Any:
+        assert self._http is not None
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with self._http.get(engine.url + path, timeout=timeout) as answer:
+            answer.raise_for_status()
+            return orjson.loads(await answer.read())
+
+
+def _text(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _words_of(answer: Any) -> str:
+    """What an engine's error says, in one line."""
+    if isinstance(answer, dict):
+        error = answer.get("error", answer)
+        answer = error.get("message", error) if isinstance(error, dict) else error
+    return one_line(str(answer))[:500]

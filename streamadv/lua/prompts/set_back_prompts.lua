@@ -1,0 +1,57 @@
+-- Prompts of a trainer that goes on from a checkpoint older than what the run has committed, or of a run that has lost all of
+-- them: what has ended in the checkpoint has ended, all else is to be played, and what is in play goes on.
+-- KEYS  void, session, prompts, prompt_state, prompt_entries, prompt_again, prompt_given_up
+-- fenced by session
+-- ARGV  epoch; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
+--       '1' if the checkpoint is older than what the run has committed; numbers of sources, counters, prompts that were begun and had not ended, prompts that had ended above `next`; `next`
+--       of each source; each counter and its value; these prompts
+-- Returns  1 if something was set back, else 0
+-- include prompts
+-- include prompt_state
+local name, description, born, branch, is_older = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6] == '1'
+local sources, counters, begun = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local following = {}
+for source = 1, sources do following[source] = tonumber(ARGV[9 + source]) end
+local is_lost = born ~= '' and redis.call('HGET', keys.prompt_state, 'born') ~= born
+is_older = is_older and redis.call('HGET', keys.prompt_state, 'branch') ~= branch
+if not (is_lost or is_older) then return 0 end
+
+-- What is begun from now on has ids of its own, if an older one may be among what has ended.
+local base = is_older and number_of('tries') or number_of('base')
+local at = 9 + sources
+local to_play = {}
+for i = at + 2 * counters + 1, at + 2 * counters + begun do to_play[ARGV[i]] = true end
+local flat = redis.call('HGETALL', keys.prompt_entries)
+for i = 1, #flat, 2 do
+  local item, has_ended = flat[i], flat[i + 1] == 'ended'
+  local source, position = string.match(item, '^(%d+) (%d+)$')
+  local is_begun = tonumber(position or '') and tonumber(position) < (following[tonumber(source)] or 0)
+  if (has_ended and (is_older or is_begun)) or (is_begun and not to_play[item]) then
+    redis.call('HDEL', keys.prompt_entries, item)
+    redis.call('ZREM', keys.prompt_again, item)
+  end
+  if not (has_ended and is_older) then to_play[item] = nil end
+end
+for item in pairs(to_play) do
+  local source, position = string.match(item, '^(%d+) (%d+)$')
+  -- A run that has lost its prompts has begun some anew, and these may have ended.
+  if is_older or tonumber(position) >= number_of('next:' .. source) then play_again(item, base, 0) end
+end
+for i = at + 2 * counters + begun + 1, #ARGV do redis.call('HSET', keys.prompt_entries, ARGV[i], 'ended') end
+
+if is_older then
+  flat = redis.call('HGETALL', keys.prompt_state)
+  for i = 1, #flat, 2 do
+    if string.find(flat[i], ' ', 1, true) then redis.call('HDEL', keys.prompt_state, flat[i]) end
+  end
+  redis.call('DEL', keys.prompt_given_up)
+end
+for i = at + 1, at + 2 * counters, 2 do
+  redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
+end
+for source, position in ipairs(following) do redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position)) end
+redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch)
+if born ~= '' then redis.call('HSET', keys.prompt_state, 'born', born) end
+note_try(base)
+redis.call('HSETNX', keys.prompts, name, description)
+return 1

@@ -1,0 +1,138 @@
+"""Groups of prompts for `Producer.prompts`: lease a prompt, begin its group, until all have ended."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from .. import clock, doors, metrics
+from ..errors import GroupEndedError, RunEndedError
+from ..prompts.prompts import Prompts
+from ..prompts.steps import Ends, Lease, describe, give_back, lease, note_ended
+from ..store.reasons import Reason
+from ..store.replies import as_count, as_text
+from ..store.scripts import ScriptCall
+from ..store.waiting import Blocked, Wait
+from .checks import GroupRequest
+from .logic import ProducerLogic
+from .requests import STAGE, GroupCall, Pause, Steps
+from .tickets import Ticket
+
+#: Seconds between two looks at how groups have ended, while there are prompts to play.
+CARRY_S: Final = 1.0
+
+
+class PromptedGroups:
+    """The groups of one iterator. A prompt stays leased until its group has ended, whoever plays it.
+
+    While all prompts are begun and some have not ended, the producer counts as finished, so that the trainer takes what
+    is there for its last batches; it is open again before it leases another one.
+    """
+
+    def __init__(self, logic: ProducerLogic, prompts: Prompts, request: GroupRequest) -> None:
+        """request: of each group, without what the prompt decides."""
+        self._logic = logic
+        self._prompts = prompts
+        self._request = request
+        self._ends = Ends()
+        self._is_described = False
+        self._carry_due = -math.inf
+        self._nonce = ""  # of a lease that was asked for and not begun yet
+        self._lease: Lease | None = None
+        self._wait = Wait(
+            Blocked(logic.membership.who, "all prompts are begun", logic.membership.run), cap=1.0
+        )
+
+    def next(self) -> Steps[tuple[Any, Ticket] | None]:
+        """The next prompt and the first ticket of its group; None when all have ended, or the trainer ended the run.
+
+        Raises what `Admission.begin` raises, and SettingError for prompts that are not those of the run.
+        """
+        while True:
+            if (yield from self._find()) is None:
+                return None
+            source, position = map(int, self._leased.item.split())
+            name, epoch, index = self._prompts.set.locate(source, position)
+            request = self._request._replace(
+                group_id=self._prompts.set.group_id(self._leased.item, self._leased.number),
+                data_source=name or None,
+                metadata={**(self._request.metadata or {}), "prompt": index, "epoch": epoch},
+            )
+            try:
+                ticket = yield from self._logic.begin(request)
+            except GroupEndedError:  # somebody has played it: its end is under way
+                yield note_ended(self._home, self._prompts.set.name, [self._leased])
+                self._forget()
+                continue
+            except RunEndedError:
+                yield from self.close()
+                return None
+            self._forget()
+            return self._prompts.item(source, index), ticket
+
+    def close(self) -> Steps[None]:
+        """Nobody asks for more: a prompt that was leased and not begun is there for others."""
+        if self._lease is not None:
+            yield give_back(self._home, self._prompts.set.name, [self._lease])
+        self._forget()
+
+    @property
+    def _home(self) -> Any:
+        return self._logic.membership.manifest.keys.home
+
+    @property
+    def _leased(self) -> Lease:
+        assert self._lease is not None
+        return self._lease
+
+    def _forget(self) -> None:
+        self._lease, self._nonce = None, ""
+
+    def _find(self) -> Steps[Lease | None]:
+        """Lease a prompt, waiting for one; None when there is none any more."""
+        membership = self._logic.membership
+        while self._lease is None:
+            yield from self._carry()
+            self._nonce = self._nonce or doors.random_bytes(8).hex()
+            reply = yield self._call()
+            state = reply[0]
+            if state == b"unknown":
+                yield from describe(self._home, self._prompts.set)
+            elif state == b"leased":
+                self._lease = Lease(as_text(reply[1]), as_text(reply[2]))
+            elif state == b"some":
+                yield from membership.reopen()
+            elif state == b"over" or membership.has_run_ended:
+                self._wait.over()
+                if not membership.finished:
+                    yield from self._logic.finish()
+                return None
+            else:
+                yield from self._pause(as_count(reply[1]) if state == b"wait" else 0)
+        self._wait.over()
+        return self._lease
+
+    def _call(self) -> GroupCall:
+        is_first, finished = True, self._logic.membership.finished
+
+        def make() -> ScriptCall:
+            nonlocal is_first
+            mode = "ask" if finished else "lease" if is_first else "repeat"
+            is_first = False
+            return lease(self._home, self._prompts.set, mode, self._nonce, self._logic.membership.owner)
+
+        return GroupCall(make)
+
+    def _carry(self) -> Steps[None]:
+        if clock.now() >= self._carry_due:
+            self._carry_due = clock.now() + CARRY_S
+            yield from self._ends.carry(self._logic.membership.manifest.keys, self._prompts.set)
+
+    def _pause(self, left: int) -> Steps[None]:
+        """Wait for what was begun to end: it is played again, or the trainer commits it."""
+        if left and not self._logic.membership.finished:
+            yield from self._logic.finish()
+        name = self._prompts.set.name
+        self._wait.because(Reason("prompts_begun", f"prompts {name}: {left} are begun and have not ended"))
+        with metrics.wait(STAGE):
+            yield Pause(self._wait.delay())

@@ -1,0 +1,94 @@
+"""`Prompts`: a finite data set, played for some epochs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+from ..errors import SettingError
+from ..messages import brief
+from .spec import PromptSet
+
+#: Prompts of a source that its fingerprint looks at, spread over it.
+SAMPLED: Final = 64
+
+
+class Source(Protocol):
+    """A list, a data set of Hugging Face, or anything else with a length and items by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Prompts:
+    """A finite data set, of which each epoch plays every prompt once, in an order that its seed decides.
+
+    It stays with the producers; the run remembers what has been played. All producers give the same one: the run
+    refuses another length, other prompts or another setting under the same name.
+
+    Args:
+        source: a sequence of prompts, or a mapping of names to some: then the names are the groups' `data_source`.
+        epochs: how often each prompt is played.
+        shuffle: seed of the order, another in each epoch; None = in the order of the source.
+        weights: of each source its share while all have prompts left; by default its length, so that all end at once.
+        retries: how often a prompt is played again whose group was dropped, expired, failed or is dead. Filters
+            (zero variance, difficulty) end a prompt at once.
+        name: of the data set in the run.
+    """
+
+    def __init__(
+        self,
+        source: Source | Mapping[str, Source],
+        *,
+        epochs: int = 1,
+        shuffle: int | None = 0,
+        weights: Mapping[str, float] | None = None,
+        retries: int = 1,
+        name: str = "train",
+    ) -> None:
+        sources = dict(sorted(source.items())) if isinstance(source, Mapping) else {"": source}
+        for key, each in sources.items():
+            if isinstance(each, str | bytes) or not (
+                hasattr(each, "__len__") and hasattr(each, "__getitem__")
+            ):
+                raise SettingError(
+                    f"prompts: source {brief(key)} is {brief(each)}, needs a length and items by number: "
+                    "make a list of it"
+                )
+        lengths = {key: len(each) for key, each in sources.items()}
+        self._sources: Sequence[Source] = list(sources.values())
+        shares = lengths if weights is None else dict(sorted(weights.items()))
+        self.set = PromptSet(name, lengths, epochs, shuffle, dict(shares), retries, "").checked()
+        self.set = replace(self.set, fingerprint=_fingerprint(sources))
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name or 'prompts'}: {length}" for name, length in self.set.sources.items())
+        return f"Prompts({{{names}}}, epochs={self.set.epochs}, name={self.set.name!r})"
+
+    def __len__(self) -> int:
+        """Prompts of all sources over all epochs."""
+        return sum(self.set.totals)
+
+    def item(self, source: int, index: int) -> Any:
+        """A prompt. source: its number, from 1."""
+        return self._sources[source - 1][index]
+
+
+def _fingerprint(sources: Mapping[str, Source]) -> str:
+    """Of some prompts of each source: other data under the same lengths differ here."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, source in sources.items():
+        length = len(source)
+        for number in sorted({place * (length - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)}):
+            text = json.dumps(source[number], sort_keys=True, default=_kind)
+            digest.update(f"{name} {number} {text}\n".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+def _kind(value: Any) -> str:
+    """Of what JSON cannot say, the type: its text may be another one in each process."""
+    return type(value).__name__

@@ -1,0 +1,157 @@
+"""What a run knows of a finite set of prompts, and the ids of its groups.
+
+A prompt is known by the number of its source and its position there: position p is place p mod N of epoch p div N.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+from ..errors import SettingError
+from ..messages import brief
+from .order import index_at, place_of
+
+#: What the id of a prompt's group begins with.
+PREFIX: Final = "prompt:"
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+SOURCE: Final = re.compile(r"[A-Za-z0-9._/-]{0,80}")
+#: prompt:<name>:<source>:<epoch>:<index>:<try>
+GROUP_ID: Final = re.compile(
+    rf"{PREFIX}({NAME.pattern}):({SOURCE.pattern}):([0-9]{{1,9}}):([0-9]{{1,12}}):([0-9]{{1,9}})"
+)
+MOST: Final = 10**12  # prompts of a source, over all epochs: scripts count exactly
+
+
+def identity(group_id: str) -> str:
+    """What a trainer trains on once: of a prompt's group the prompt, whatever its try; of any other the group."""
+    return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id
+
+
+def of_prompt(group_id: str) -> str:
+    """For scripts that end groups: ' <group id>' of a prompt's group, else nothing."""
+    return f" {group_id}" if group_id.startswith(PREFIX) else ""
+
+
+class Tried(NamedTuple):
+    """A try of a prompt, as the scripts name it."""
+
+    item: str
+    """'<number of the source, from 1> <position>'"""
+    number: int
+    epoch: int
+    source: str
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """A finite set of prompts as all its producers have it. The prompts themselves stay with them."""
+
+    name: str
+    sources: dict[str, int]
+    """Name -> number of prompts; '' is the name of a source without one."""
+    epochs: int
+    shuffle: int | None
+    weights: dict[str, float]
+    retries: int
+    fingerprint: str
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: bytes | str) -> PromptSet:
+        """Raises ValueError for what no producer of the run has written."""
+        try:
+            return cls(**json.loads(text)).checked()
+        except (TypeError, KeyError, AttributeError, SettingError) as error:
+            raise ValueError(str(error)) from None
+
+    def checked(self) -> PromptSet:
+        """Raises SettingError for a wrong value."""
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
+            raise SettingError(
+                f"prompts: name is {brief(self.name)}: use letters, digits, '.', '_' and '-', at most 40"
+            )
+        for name, least in (("epochs", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 10**6:
+                raise SettingError(
+                    f"prompts {self.name}: {name} is {brief(value)}, needs a whole number from {least} on"
+                )
+        if self.shuffle is not None and (not isinstance(self.shuffle, int) or isinstance(self.shuffle, bool)):
+            raise SettingError(
+                f"prompts {self.name}: shuffle is {brief(self.shuffle)}, needs a seed (a whole number), or None"
+            )
+        if not self.sources:
+            raise SettingError(
+                f"prompts {self.name}: there is no source: give a sequence, or a mapping of names"
+            )
+        for source, length in self.sources.items():
+            self._check_source(source, length)
+        if self.weights.keys() != self.sources.keys():
+            raise SettingError(
+                f"prompts {self.name}: weights are for {sorted(self.weights)}, the sources are {sorted(self.sources)}: "
+                "give each source one"
+            )
+        return self
+
+    def _check_source(self, source: str, length: int) -> None:
+        if not isinstance(source, str) or not SOURCE.fullmatch(source):
+            raise SettingError(
+                f"prompts {self.name}: a source is named {brief(source)}: use letters, digits, '.', '_', '-' and '/', "
+                "at most 80"
+            )
+        if not isinstance(length, int) or not 0 < length * self.epochs <= MOST:
+            raise SettingError(
+                f"prompts {self.name}: source {source!r} has {length} prompts, needs 1 or more"
+            )
+        weight = self.weights.get(source, 1.0)
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 10**9:
+            raise SettingError(
+                f"prompts {self.name}: the weight of {source!r} is {brief(weight)}, needs a number above 0"
+            )
+
+    @property
+    def totals(self) -> list[int]:
+        """Of each source its prompts over all epochs."""
+        return [length * self.epochs for length in self.sources.values()]
+
+    @property
+    def lease_args(self) -> list[Any]:
+        """Of each source its total and its weight, for the script `lease`."""
+        weights = [self.weights[source] for source in self.sources]
+        return [part for pair in zip(self.totals, weights, strict=True) for part in pair]
+
+    def difference(self, other: PromptSet) -> str:
+        """The first value in which two differ, with both: one line."""
+        for field, mine in asdict(self).items():
+            if mine != (theirs := getattr(other, field)):
+                return f"{field} is {brief(mine)}, in the run {brief(theirs)}"
+        return ""
+
+    def locate(self, source: int, position: int) -> tuple[str, int, int]:
+        """Source, epoch and index of a prompt. source: its number, from 1."""
+        name, length = list(self.sources.items())[source - 1]
+        epoch, place = divmod(position, length)
+        return name, epoch, index_at(length, self.shuffle, epoch, place)
+
+    def group_id(self, item: str, number: int) -> str:
+        """The id of the group of a try of a prompt. item: as in `Tried`."""
+        source, position = map(int, item.split())
+        return f"{PREFIX}{self.name}:{':'.join(map(str, self.locate(source, position)))}:{number}"
+
+    def parse(self, group_id: str) -> Tried | None:
+        """The try that a group is of; None if it is of none of these prompts."""
+        match = GROUP_ID.fullmatch(group_id)
+        if match is None or match[1] != self.name or match[2] not in self.sources:
+            return None
+        epoch, index, number = map(int, match.groups()[2:])
+        length = self.sources[match[2]]
+        if epoch >= self.epochs or index >= length:
+            return None
+        source = list(self.sources).index(match[2]) + 1
+        position = epoch * length + place_of(length, self.shuffle, epoch, index)
+        return Tried(f"{source} {position}", number, epoch, match[2])

@@ -1,0 +1,120 @@
+"""Lease a prompt, give it back, and carry the ends of groups to the home shard: generators without I/O.
+
+They yield script calls and receive replies, as the steps of producers do. `stored.py` carries them out for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+from .. import doors
+from ..errors import SettingError
+from ..store.keys import RunKeys, ShardKeys
+from ..store.replies import as_text
+from ..store.scripts import ScriptCall, script_call
+from .spec import PromptSet
+
+T = TypeVar("T")
+ScriptSteps = Generator[ScriptCall, Any, T]
+
+#: Ends of groups carried in one call.
+PAGE: Final = 256
+#: Before the first entry of a stream.
+START: Final = "0-0"
+
+
+class Lease(NamedTuple):
+    """A prompt that a producer plays: what it is, and the entry that says so."""
+
+    item: str
+    entry: str
+
+    @property
+    def number(self) -> int:
+        """Of the try."""
+        return int(self.entry.partition(" ")[0])
+
+
+def describe(keys: ShardKeys, prompts: PromptSet) -> ScriptSteps[None]:
+    """Agree on what these prompts are. Raises SettingError if the run has others under the name."""
+    args = [prompts.name, prompts.to_text(), doors.random_bytes(8).hex()]
+    reply = yield script_call("describe_prompts", keys, args, **_keys(prompts.name, "state"))
+    if reply.decode(errors="replace") == prompts.to_text():
+        return
+    try:
+        difference = prompts.difference(PromptSet.from_text(reply))
+    except ValueError:
+        difference = "what the run has cannot be read"
+    raise SettingError(
+        f"prompts {prompts.name} of this producer are not those of the run: {difference}: give all producers the same, "
+        "or another name="
+    )
+
+
+def lease(keys: ShardKeys, prompts: PromptSet, mode: str, nonce: str, owner: str) -> ScriptCall:
+    """mode: lease, repeat or ask."""
+    args = [prompts.name, prompts.to_text(), mode, nonce, owner, *prompts.lease_args]
+    return script_call("lease_prompt", keys, args, **_keys(prompts.name, "state", "entries", "again"))
+
+
+def give_back(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
+    """Somebody else has to play these prompts."""
+    return _leave(keys, name, "again", leases)
+
+
+def note_ended(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
+    """Nobody has to play these prompts: their groups have ended, and how is still to be told."""
+    return _leave(keys, name, "ended", leases)
+
+
+def _leave(keys: ShardKeys, name: str, what: str, leases: Sequence[Lease]) -> ScriptCall:
+    args = [what, *(part for lease in leases for part in lease)]
+    return script_call("leave_prompts", keys, args, **_keys(name, "entries", "again"))
+
+
+class Ends:
+    """Carries the ends of groups to their prompts in the home shard, from where others have stopped."""
+
+    def __init__(self) -> None:
+        self._cursors: dict[tuple[str, int], str] = {}
+
+    def carry(self, keys: RunKeys, prompts: PromptSet, *, again: bool = False) -> ScriptSteps[int]:
+        """Carry what there is. Returns how many. again: also what was carried, which a server may have lost since."""
+        carried = 0
+        for shard in range(len(keys.salts)):
+            place = (prompts.name, shard)
+            if again:
+                self._cursors[place] = START
+            while True:
+                known = self._cursors.get(place, START)
+                flat = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
+                if not flat:
+                    break
+                ends = list(zip(flat[1::3], flat[2::3], strict=True))
+                last = as_text(flat[-3])
+                now = yield end(keys.home, prompts, ends, (shard, known, last), again)
+                self._cursors[place] = as_text(now)
+                carried += len(ends)
+        return carried
+
+
+def end(
+    keys: ShardKeys,
+    prompts: PromptSet,
+    ends: Sequence[tuple[bytes, bytes]],
+    read: tuple[int, str, str],
+    again: bool,
+) -> ScriptCall:
+    """Ends of groups: group id, outcome. read: shard, last entry known before, last one of these."""
+    args: list[Any] = [prompts.retries, *read, "repeat" if again else "check"]
+    for group_id, outcome in ends:
+        tried = prompts.parse(as_text(group_id))
+        if tried is not None:
+            args += [tried.item, tried.number, tried.epoch, outcome]
+    kinds = ("state", "entries", "again", "given_up")
+    return script_call("end_prompts", keys, args, **_keys(prompts.name, *kinds))
+
+
+def _keys(name: str, *kinds: str) -> Mapping[str, Any]:
+    return {f"prompt_{kind}": name for kind in kinds}

@@ -1,0 +1,172 @@
+"""What a run has of its prompts, as rank 0, groupers, commands and observers read and change it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import StreamadvError
+from ..run import Run
+from ..store.calls import run_script
+from ..store.replies import as_count, as_int
+from .spec import PREFIX, PromptSet
+from .steps import Ends, Lease, ScriptSteps, T, give_back
+
+ENDED: Final = "ended"
+ITEM: Final = re.compile(r"[1-9][0-9]{0,5} [0-9]{1,15}")
+ENTRY: Final = re.compile(r"([0-9]{1,15}) ([0-9]{1,15}) (\S+)(?: (.*) ([0-9]{1,15}))?", re.DOTALL)
+#: The nonce of an entry that waits to be played again.
+NOBODY: Final = "-"
+#: The nonce of an entry whose group has ended, nobody knows how.
+GONE: Final = "ended"
+#: Leases given back in one call.
+SLICE: Final = 256
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A set of prompts at one moment. What no process of the run has written is left out."""
+
+    prompts: PromptSet
+    born: str
+    """Id of what the run has of it: another one after the run has lost it."""
+    following: list[int]
+    """Of each source the first position that was never begun."""
+    entries: dict[str, str]
+    """Prompt -> entry of each that was begun and has not ended."""
+    ended: list[str]
+    """Prompts that have ended, and are not below `following`."""
+    counters: dict[str, int]
+    """'<what> <source> <epoch>' -> number."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.following == self.prompts.totals and not self.entries
+
+    def of(self, *nonces: str) -> list[str]:
+        """Prompts whose entries have one of these instead of the nonce of a lease."""
+        return [item for item, entry in self.entries.items() if entry.split(" ")[2] in nonces]
+
+    def leases(self, items: Iterable[str]) -> list[Lease]:
+        return [Lease(item, self.entries[item]) for item in items]
+
+    def is_of(self, item: str) -> bool:
+        """Whether this names a prompt of the set."""
+        return ITEM.fullmatch(item) is not None and _is_of(item, self.prompts.totals)
+
+    def group_id(self, item: str) -> str:
+        """Of the try that counts."""
+        return self.prompts.group_id(item, int(self.entries[item].partition(" ")[0]))
+
+
+def carry_out(run: Run, steps: ScriptSteps[T]) -> T:
+    """Run steps to their end."""
+    reply: Any = None
+    while True:
+        try:
+            call = steps.send(reply)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        reply = run_script(run.connection.scripts, call)
+
+
+def read_sets(run: Run) -> list[PromptSet]:
+    """What the run's producers have said of their prompts, by name."""
+    found: Any = run.connection.scripts.hgetall(run.keys.home.prompts)
+    sets = []
+    for name, text in sorted(found.items()):
+        try:
+            prompts = PromptSet.from_text(text.decode(errors="replace"))
+        except ValueError:
+            continue
+        if prompts.name.encode() == name:
+            sets.append(prompts)
+    return sets
+
+
+def read(run: Run, prompts: PromptSet) -> Stored:
+    """The set as it is now. A prompt may be begun or end between its two halves: `following` is read first."""
+    home, scripts = run.keys.home, run.connection.scripts
+    state: Any = scripts.hgetall(home.prompt_state(prompts.name))
+    stored: Any = scripts.hgetall(home.prompt_entries(prompts.name))
+    texts = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in stored.items()}
+    totals = prompts.totals
+    entries, ended = {}, []
+    for item, entry in texts.items():
+        if not ITEM.fullmatch(item) or not _is_of(item, totals):
+            continue
+        if entry == ENDED:
+            ended.append(item)
+        elif ENTRY.fullmatch(entry):
+            entries[item] = entry
+    following = [
+        min(total, as_count(state.get(b"next:%d" % source))) for source, total in enumerate(totals, 1)
+    ]
+    counters = {
+        key.decode(errors="replace"): as_int(value) or 0
+        for key, value in state.items()
+        if key.count(b" ") == 2
+    }
+    born = state.get(b"born", b"").decode(errors="replace")
+    return Stored(prompts, born, following, entries, ended, counters)
+
+
+def _is_of(item: str, totals: list[int]) -> bool:
+    source, position = map(int, item.split())
+    return source <= len(totals) and position < totals[source - 1]
+
+
+def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:
+    """Give back the leases of producers that are lost or have been started again. Returns how many.
+
+    first_alive: name of a producer -> its first instance that may be alive.
+    """
+
+    def is_lost(entry: str) -> bool:
+        match = ENTRY.fullmatch(entry)
+        if match is None or match[5] is None:
+            return False
+        return int(match[5]) < first_alive.get(match[4].encode(), 0)
+
+    return sum(_give_back(run, prompts, is_lost) for prompts in read_sets(run))
+
+
+def _give_back(run: Run, prompts: PromptSet, is_lost: Callable[[str], bool]) -> int:
+    stored = read(run, prompts)
+    lost = [item for item, entry in stored.entries.items() if is_lost(entry)]
+    given = 0
+    for start in range(0, len(lost), SLICE):
+        leases = stored.leases(lost[start : start + SLICE])
+        given += run_script(run.connection.scripts, give_back(run.keys.home, prompts.name, leases))
+    return given
+
+
+def carry_ends(run: Run) -> None:
+    """Carry the ends of groups to their prompts now."""
+    for prompts in read_sets(run):
+        carry_out(run, Ends().carry(run.keys, prompts))
+
+
+def check_requeue(run: Run, group_id: str) -> None:
+    """Raises StreamadvError if the prompt of a dead group has ended otherwise, or is played again by now."""
+    if not group_id.startswith(PREFIX):
+        return
+    for prompts in read_sets(run):
+        tried = prompts.parse(group_id)
+        if tried is None:
+            continue
+        carry_out(run, Ends().carry(run.keys, prompts))
+        stored, home = read(run, prompts), run.keys.home
+        entry = stored.entries.get(tried.item, "")
+        given_up: Any = run.connection.scripts.zscore(
+            home.prompt_given_up(prompts.name), f"{tried.item} {tried.number} dead"
+        )
+        if given_up is not None or entry.split(" ")[::2][:2] == [str(tried.number + 1), NOBODY]:
+            return
+        raise StreamadvError(
+            f"group {group_id!r} cannot be requeued: its prompt is played again, or has ended: purge the letter, "
+            f"and see `streamadv prompts show {prompts.name}`"
+        )

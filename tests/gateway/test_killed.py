@@ -1,0 +1,121 @@
+"""kill -9 of the gateway, while agents play: what they have seen is in the run, once, and nothing else of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+import pytest
+
+from streamadv.gateway import Keys
+from streamadv.store.addresses import free_port
+from tests.unit.integrations.fake_engine import END, serving
+
+from .engine import talkative
+from .play import pushed
+
+pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.slow]
+TURNS = 6
+SIZE = 3
+
+
+class Process:
+    """A gateway process on a port of its own, started again after each kill."""
+
+    def __init__(self, redis_url: str, run: str, *words: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._words = ["gateway", "--port", str(self.port), "--redis", redis_url, "--run", run, *words]
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "streamadv",
+            *self._words,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ},
+        )
+        assert self._process.stdout is not None
+        assert (await self._process.stdout.readline()).decode().strip() == self.url
+
+    async def stop(self, number: int) -> int:
+        assert self._process is not None
+        self._process.send_signal(number)
+        return await self._process.wait()
+
+
+@asynccontextmanager
+async def running(process: Process) -> AsyncIterator[Process]:
+    await process.start()
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            await process.stop(signal.SIGKILL)
+
+
+async def until_answered(http: aiohttp.ClientSession, url: str, key: str, body: Any) -> Any:
+    """As SDKs do: ask again while nobody answers or says to, and mark it."""
+    number = 0
+    while True:
+        headers = {"Authorization": f"Bearer {key}", "x-stainless-retry-count": str(number)}
+        with suppress(aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+            async with http.post(url, json=body, headers=headers) as answer:
+                if answer.status < 300:
+                    return await answer.json()
+                assert answer.status in (429, 503), await answer.text()
+        number += 1
+        await asyncio.sleep(0.05)
+
+
+async def play(
+    http: aiohttp.ClientSession, rollout: dict[str, Any], turned: asyncio.Queue[None]
+) -> list[str]:
+    messages, heard = [], []
+    for number in range(TURNS):
+        messages.append({"role": "user", "content": f"question {number}"})
+        url = f"{rollout['base_url']}/chat/completions"
+        answer = await until_answered(http, url, rollout["api_key"], {"messages": messages})
+        messages.append(answer["choices"][0]["message"])
+        heard.append(str(answer["choices"][0]["message"]["content"]))
+        turned.put_nowait(None)
+    ended = await until_answered(
+        http, rollout["end_url"], rollout["close_key"], {"reward": float(rollout["index"])}
+    )
+    assert ended["result"] in ("pushed", "duplicate")
+    return heard
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_turns_outlive_their_gateway(redis_url: str, run: str, number: int) -> None:
+    with serving(talkative()) as engine:
+        process = Process(redis_url, run, "--engine", engine.url, "--mode", "chat")
+        turned: asyncio.Queue[None] = asyncio.Queue()
+        async with running(process), aiohttp.ClientSession() as http:
+            key = Keys.from_environment().sign("operator", run, None)
+            begun = await until_answered(http, f"{process.url}/v1/groups", key, {"size": SIZE})
+            players = [asyncio.create_task(play(http, one, turned)) for one in begun["rollouts"]]
+            for _ in range(3):
+                for _ in range(4):
+                    await turned.get()
+                status = await process.stop(number)
+                assert status == (0 if number == signal.SIGTERM else -number)
+                await process.start()
+            heard = await asyncio.gather(*players)
+    found = pushed(redis_url, run)
+    wire = {tuple(ids): logs for _, ids, logs in engine.said}
+    assert len(found) == SIZE
+    for name, rows in found.items():
+        ((ids, logs),) = rows.sampled
+        answers = heard[int(name.rpartition("/")[2])]
+        assert ids == [token for text in answers for token in [*text.encode(), END]]
+        said = [wire[*text.encode(), END] for text in answers]
+        assert logs == [log for part in said for log in part]

@@ -1,0 +1,200 @@
+"""Prompts through checkpoints, dead producers and dead letters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import streamadv as sa
+from streamadv import cli
+from streamadv.errors import StreamadvError
+from streamadv.prompts.spec import identity
+from streamadv.prompts.stored import Stored, carry_ends, check_requeue, give_back_of_lost
+from streamadv.run import Run
+from streamadv.run.dead_letters import list_dead, requeue
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import delivered_batch, group_all, heartbeat, join, problems
+
+from .test_once import COUNT, SIZE, prompts, record, stored
+
+CHAIN = {"estimator": "reinforce"}
+
+
+def play(groups: Iterator[Any], count: int, **changes: Any) -> list[str]:
+    """Play so many groups; their ids."""
+    ids = []
+    for _ in range(count):
+        _, group = next(groups)
+        group.run(lambda rollout: rollout.push(**record(rollout) | changes), threads=1)
+        ids.append(group.group_id)
+    return ids
+
+
+@contextmanager
+def queue_of(url: str, name: str, **options: Any) -> Iterator[TrainerQueue]:
+    with TrainerQueue(url, name, batch_groups=2, min_groups=1, chain=CHAIN, **options) as queue:
+        yield queue
+
+
+def train(queue: TrainerQueue, run: Run, batches: int) -> list[str]:
+    """Train so many batches; their groups."""
+    trained = []
+    for _ in range(batches):
+        batch = delivered_batch(queue, run)
+        trained += sorted({each.group_id for each in batch.references})
+        queue.trained(batch)
+    return trained
+
+
+def trained_of(found: Stored) -> int:
+    return sum(count for name, count in found.counters.items() if name.startswith("trained "))
+
+
+def test_an_older_checkpoint_plays_again_what_ended_after_it(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        groups = producer.prompts(prompts(epochs=1), SIZE)
+        play(groups, 6)
+        with queue_of(redis_url, run) as queue:
+            before = train(queue, joined, 1)
+            older = json.loads(json.dumps(queue.state_dict()))
+            queue.commit(older)
+            after = train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+        assert trained_of(stored(joined)) == 4
+        with queue_of(redis_url, run, keep_rolled_back=True) as queue:
+            queue.load_state_dict(older)
+            assert trained_of(stored(joined)) == 2
+            again = play(groups, 3)
+            assert {identity(group) for group in after} < {identity(group) for group in again}
+            assert not set(after) & set(again)
+            trained = before + train(queue, joined, 3)
+            queue.commit(queue.state_dict())
+        assert sorted(map(identity, trained)) == sorted({identity(group) for group in trained})
+        assert trained_of(stored(joined)) == COUNT
+        assert next(groups, None) is None
+        assert not problems(joined)
+
+
+def test_the_newest_checkpoint_takes_nothing_back(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        groups = producer.prompts(prompts(epochs=1), SIZE)
+        play(groups, 4)
+        with queue_of(redis_url, run) as queue:
+            trained = train(queue, joined, 1)
+            state = queue.state_dict()
+            queue.commit(state)
+        play(groups, 3)
+        with queue_of(redis_url, run, world_size=1) as queue:
+            queue.load_state_dict(state)
+            trained += train(queue, joined, 3)
+            queue.commit(queue.state_dict())
+        assert len(trained) == len(set(trained)) == COUNT
+        assert next(groups, None) is None
+        assert stored(joined).counters == {"trained 1 0": COUNT}
+
+
+def test_what_a_lost_producer_has_leased_is_there_for_others(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run, name="engine") as lost, sa.Producer(redis_url, run) as other:
+        _, group = next(lost.prompts(prompts(epochs=1), SIZE))
+        joined = join(redis_url, run)
+        assert give_back_of_lost(joined, {b"engine": 0}) == 0
+        assert give_back_of_lost(joined, {b"engine": 10**15}) == 1
+        assert play(other.prompts(prompts(epochs=1), SIZE), 1) == [group.group_id]
+
+
+def test_an_iterator_that_is_left_gives_its_prompt_back(redis_url: str, run: str) -> None:
+    settings = sa.RunSettings(batch_groups=1, max_staleness=0)
+    with sa.Producer(redis_url, run, settings=settings) as producer:
+        groups = producer.prompts(prompts(epochs=1), SIZE, timeout=0)
+        play(groups, 1)
+        with pytest.raises(sa.errors.Busy):
+            next(groups)
+        found = stored(join(redis_url, run))
+        assert len(found.entries) == 2
+        assert len(found.of("-")) == 1
+
+
+def test_a_dead_group_is_requeued_unless_its_prompt_is_played_again(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        groups = producer.prompts(prompts(epochs=1, retries=1), SIZE)
+        ids = play(groups, 2)
+        group_all(joined)
+        with (
+            TrainerQueue(
+                redis_url,
+                run,
+                batch_groups=2,
+                min_groups=1,
+                chain=CHAIN | {"kl": {"coefficient": 0.1}},
+                pushed=("ref_log_probs",),
+            ) as queue,
+            pytest.raises(sa.errors.NoBatchError),
+        ):
+            queue.next_batch(timeout=0)
+        assert sorted(dead.group_id for dead in list_dead(joined)) == sorted(ids)
+        check_requeue(joined, ids[0])
+        requeue(joined, ids[0])
+        carry_ends(joined)
+        again = play(groups, 1)
+        assert [identity(group) for group in again] == [identity(ids[1])]
+        with pytest.raises(
+            StreamadvError, match="cannot be requeued: its prompt is played again, or has ended"
+        ):
+            check_requeue(joined, ids[1])
+        with queue_of(redis_url, run) as queue:
+            trained = train(queue, joined, 1)
+            assert sorted(trained) == sorted([ids[0], again[0]])
+            queue.commit(queue.state_dict())
+        assert stored(joined).counters == {"trained 1 0": 2, "again:dead 1 0": 1}
+
+
+def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--redis", redis_url, "--run", run]
+    with sa.Producer(redis_url, run) as producer:
+        groups = producer.prompts(prompts(), SIZE)
+        play(groups, 1)
+        with next(groups)[1]:
+            pass  # its rollouts fail
+        group_all(join(redis_url, run))
+        heartbeat(producer)
+        producer._drive(_carried(producer))
+        assert cli.main(["prompts", "list", *options]) == 0
+        text = "prompts train: epoch 1 of 2, trained 0 of 14, in play 2, left 12, played again 1 times"
+        assert capsys.readouterr().out.strip() == text
+        assert cli.main(["status", *options]) == 0
+        assert text in capsys.readouterr().out
+        assert cli.main(["prompts", "show", "--json", *options]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert [line["state"] for line in shown["prompts"]] == ["in play", "again"]
+        assert cli.main(["prompts", "show", "other", *options]) == 1
+
+
+def _carried(producer: sa.Producer) -> Any:
+    from streamadv.prompts.steps import Ends
+
+    return Ends().carry(producer._logic.membership.manifest.keys, prompts().set)
+
+
+def test_another_try_of_a_trained_prompt_is_dropped(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        first = play(producer.prompts(prompts(epochs=1), SIZE), 1)[0]
+        with queue_of(redis_url, run) as queue:
+            trained = train(queue, joined, 1)
+            another = producer.begin_group(SIZE, group_id=f"{identity(first)}:1")
+            another.run(lambda rollout: rollout.push(**record(rollout)), threads=1)
+            group_all(joined)
+            with pytest.raises(sa.errors.NoBatchError):
+                queue.next_batch(timeout=0)
+            queue.commit(queue.state_dict())
+        assert trained == [first]
+        assert joined.counters()["dropped:repeated"] == SIZE
+        assert stored(joined).counters == {"trained 1 0": 1}
+        assert not problems(joined)

@@ -1,0 +1,151 @@
+"""Every prompt of every epoch ends exactly once: trained, filtered, or given up with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamadv as sa
+from streamadv.errors import SettingError
+from streamadv.prompts.stored import Stored, read, read_sets
+from streamadv.run import Run
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import join, problems, working
+
+EPOCHS, COUNT, SIZE = 2, 7, 2
+
+
+def record(rollout: Any) -> dict[str, Any]:
+    mask = [0, 0, 1, 1, 1]
+    index = rollout.rollout_index
+    return {
+        "input_ids": [1, 2, 3, 4, 5],
+        "response_mask": mask,
+        "rollout_log_probs": [-1.0] * 5,
+        "reward": float(index),
+    }
+
+
+def prompts(**options: Any) -> sa.Prompts:
+    return sa.Prompts([f"question {number}" for number in range(COUNT)], **{"epochs": EPOCHS, **options})
+
+
+def stored(run: Run) -> Stored:
+    return read(run, read_sets(run)[0])
+
+
+def trainer(url: str, name: str, trained: list[str], **options: Any) -> Callable[[threading.Event], None]:
+    def train(_: threading.Event) -> None:
+        with TrainerQueue(
+            url, name, batch_groups=4, max_staleness=1, chain={"estimator": "reinforce"}, **options
+        ) as queue:
+            while (batch := queue.next_batch()) is not None:
+                trained.extend({each.group_id for each in batch.references})
+                queue.trained(batch)
+                queue.commit(queue.state_dict())
+
+    return train
+
+
+def played(groups: list[str]) -> Counter[str]:
+    """(source, epoch, index) of groups, without the try."""
+    return Counter(group.rpartition(":")[0] for group in groups)
+
+
+def test_each_prompt_of_each_epoch_is_trained_once(redis_url: str, run: str) -> None:
+    trained: list[str] = []
+    seen = []
+    with (
+        sa.Producer(redis_url, run) as producer,
+        working(join(redis_url, run), trainer(redis_url, run, trained)),
+    ):
+        for prompt, group in producer.prompts(prompts(), SIZE):
+            seen.append((prompt, group.tickets[0].metadata["epoch"]))
+            group.run(lambda rollout: rollout.push(**record(rollout)))
+    found = join(redis_url, run)
+    assert sorted(seen) == sorted(
+        (f"question {number}", epoch) for epoch in range(EPOCHS) for number in range(COUNT)
+    )
+    assert set(played(trained).values()) == {1}
+    assert len(trained) == EPOCHS * COUNT
+    assert stored(found).is_over
+    assert stored(found).counters == {"trained 1 0": COUNT, "trained 1 1": COUNT}
+    assert not problems(found)
+
+
+def test_each_prompt_is_trained_once_by_tasks(redis_url: str, run: str) -> None:
+    trained: list[str] = []
+
+    async def produce() -> None:
+        async def play(rollout: Any) -> None:
+            await rollout.push(**record(rollout))
+
+        async with sa.Producer(redis_url, run) as producer, asyncio.TaskGroup() as tasks:
+            async for _, group in producer.prompts(prompts(), SIZE):
+                tasks.create_task(group.run(play))
+
+    with working(join(redis_url, run), trainer(redis_url, run, trained)):
+        asyncio.run(produce())
+    assert set(played(trained).values()) == {1}
+    assert len(trained) == EPOCHS * COUNT
+    assert stored(join(redis_url, run)).is_over
+
+
+def test_a_prompt_that_fails_is_played_again_and_then_given_up(redis_url: str, run: str) -> None:
+    trained: list[str] = []
+
+    def play(rollout: Any, prompt: str) -> None:
+        first = rollout.group_id.endswith(":0")
+        if rollout.rollout_index == 1 and (prompt == "question 3" or (first and prompt == "question 5")):
+            raise RuntimeError("the environment is broken")
+        rollout.push(**record(rollout))
+
+    with (
+        sa.Producer(redis_url, run) as producer,
+        working(join(redis_url, run), trainer(redis_url, run, trained)),
+    ):
+        for prompt, group in producer.prompts(prompts(), SIZE):
+            group.run(play, prompt)
+    found = stored(join(redis_url, run))
+    assert found.is_over
+    given_up = {f"given_up:incomplete 1 {epoch}": 1 for epoch in range(EPOCHS)}
+    again = {f"again:incomplete 1 {epoch}": 2 for epoch in range(EPOCHS)}
+    assert found.counters == {"trained 1 0": COUNT - 1, "trained 1 1": COUNT - 1} | given_up | again
+    assert len(trained) == EPOCHS * (COUNT - 1)
+    assert set(played(trained).values()) == {1}
+
+
+def test_a_filter_ends_a_prompt_without_another_try(redis_url: str, run: str) -> None:
+    trained: list[str] = []
+    settings = sa.RunSettings(zero_variance_filter=True)
+
+    def play(rollout: Any, prompt: str) -> None:
+        rollout.push(**record(rollout) | ({"reward": 1.0} if prompt == "question 2" else {}))
+
+    with (
+        sa.Producer(redis_url, run, settings=settings) as producer,
+        working(join(redis_url, run), trainer(redis_url, run, trained)),
+    ):
+        for prompt, group in producer.prompts(prompts(epochs=1), SIZE):
+            group.run(play, prompt)
+    assert stored(join(redis_url, run)).counters == {
+        "trained 1 0": COUNT - 1,
+        "filtered:zero_variance 1 0": 1,
+    }
+
+
+def test_other_prompts_under_the_same_name_are_refused(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        next(producer.prompts(prompts(), SIZE))
+        others = sa.Prompts([f"question {number}!" for number in range(COUNT)], epochs=EPOCHS)
+        with pytest.raises(
+            SettingError, match=r"fingerprint is '.*', in the run '.*': give all producers the same"
+        ):
+            next(producer.prompts(others, SIZE))
+        with pytest.raises(SettingError, match="epochs is 3, in the run 2"):
+            next(producer.prompts(prompts(epochs=3), SIZE))
