@@ -24,7 +24,7 @@ from ..grouping.scorer import Scorer
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
-from ..prompts import Prompts
+from ..prompts import Prompts, steps
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
@@ -63,6 +63,7 @@ POLLS: Final = (
     (loop, "BLOCK_MS", 6000),
     (watchdog, "LOOK_S", 30.0),
     (heartbeat, "LOOK_S", 4.0),
+    (steps, "LEFT_PER_LEASE", 3),  # so that a few prompts are leased together
 )
 
 #: What `trim_kept` writes in a run that keeps everything.
