@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import StreamadvError
 from ..messages import printable
 from ..prompts.stored import read, read_sets
-from ..status.prompts import SourceProgress, progress_of, read_lines, read_progress
-from ..units import counted
+from ..status.prompts import SourceProgress, read_lines, read_progress
+from ..units import counted, seconds_text
 from . import add_one_shot_options, joined
 
 
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 def list_all(arguments: argparse.Namespace) -> int:
     """Print how far the run is."""
     with joined(arguments, reading=True) as run:
-        lines = read_progress(run)
+        lines = read_progress(run, run.now_ms())
     if arguments.json:
         print(json.dumps({"run": run.name, "prompts": list(map(asdict, lines))}))
     elif not lines:
@@ -53,7 +53,7 @@ def show(arguments: argparse.Namespace) -> int:
             )
         stored = read(run, sets[0])
         lines = read_lines(run, stored)
-    progress = progress_of(stored)
+        progress = [line for line in read_progress(run, run.now_ms()) if line.name == arguments.name]
     if arguments.json:
         found = {"sources": list(map(asdict, progress)), "prompts": list(map(asdict, lines))}
         print(json.dumps({"run": run.name, "name": arguments.name, **found}))
@@ -80,4 +80,10 @@ def line_of(progress: SourceProgress) -> str:
     parts += [f"in play {progress.in_play}", f"left {progress.left}"]
     if progress.failures:
         parts.append(f"played again {sum(progress.failures.values())} times")
+    often = {index: times for index, times in progress.failing.items() if times > 1}
+    if often:  # what fails in every epoch will fail in the next one
+        named = ", ".join(f"{index} in {times} epochs" for index, times in often.items())
+        parts.append(f"given up again and again: {named}")
+    if progress.seconds_left:
+        parts.append(f"ends in about {seconds_text(progress.seconds_left)}")
     return f"prompts {name}: epoch {progress.epoch + 1} of {progress.epochs}, {', '.join(parts)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any, Final
 
 from .. import clock, doors, metrics
@@ -37,8 +38,8 @@ class PromptedGroups:
         self._ends = Ends()
         self._is_described = False
         self._carry_due = -math.inf
-        self._nonce = ""  # of a lease that was asked for and not begun yet
-        self._lease: Lease | None = None
+        self._nonce = ""  # of leases that were asked for and have not come yet
+        self._leases: deque[Lease] = deque()  # not begun yet
         self._wait = Wait(
             Blocked(logic.membership.who, "all prompts are begun", logic.membership.run), cap=1.0
         )
@@ -49,49 +50,42 @@ class PromptedGroups:
         Raises what `Admission.begin` raises, and SettingError for prompts that are not those of the run.
         """
         while True:
-            if (yield from self._find()) is None:
+            leased = yield from self._find()
+            if leased is None:
                 return None
-            source, position = map(int, self._leased.item.split())
-            name, epoch, index = self._prompts.set.locate(source, position)
+            source, position = map(int, leased.item.split())
+            place = name, epoch, index = self._prompts.set.locate(source, position)
             request = self._request._replace(
-                group_id=self._prompts.set.group_id(self._leased.item, self._leased.number),
+                group_id=self._prompts.set.id_of(place, leased.number),
                 data_source=name or None,
                 metadata={**(self._request.metadata or {}), "prompt": index, "epoch": epoch},
             )
             try:
                 ticket = yield from self._logic.begin(request)
             except GroupEndedError:  # somebody has played it: its end is under way
-                yield note_ended(self._home, self._prompts.set.name, [self._leased])
-                self._forget()
+                yield note_ended(self._home, self._prompts.set.name, [leased])
+                self._leases.popleft()
                 continue
             except RunEndedError:
                 yield from self.close()
                 return None
-            self._forget()
+            self._leases.popleft()
             return self._prompts.item(source, index), ticket
 
     def close(self) -> Steps[None]:
-        """Nobody asks for more: a prompt that was leased and not begun is there for others."""
-        if self._lease is not None:
-            yield give_back(self._home, self._prompts.set.name, [self._lease])
-        self._forget()
+        """Nobody asks for more: prompts that were leased and not begun are there for others."""
+        if self._leases:
+            yield give_back(self._home, self._prompts.set.name, list(self._leases))
+        self._leases.clear()
 
     @property
     def _home(self) -> Any:
         return self._logic.membership.manifest.keys.home
 
-    @property
-    def _leased(self) -> Lease:
-        assert self._lease is not None
-        return self._lease
-
-    def _forget(self) -> None:
-        self._lease, self._nonce = None, ""
-
     def _find(self) -> Steps[Lease | None]:
-        """Lease a prompt, waiting for one; None when there is none any more."""
+        """The next leased prompt, which stays the first of `_leases`, waiting for one; None when none will come."""
         membership = self._logic.membership
-        while self._lease is None:
+        while not self._leases:
             yield from self._carry()
             self._nonce = self._nonce or doors.random_bytes(8).hex()
             reply = yield self._call()
@@ -99,7 +93,8 @@ class PromptedGroups:
             if state == b"unknown":
                 yield from describe(self._home, self._prompts.set)
             elif state == b"leased":
-                self._lease = Lease(as_text(reply[1]), as_text(reply[2]))
+                self._leases.extend(map(Lease, map(as_text, reply[1::2]), map(as_text, reply[2::2])))
+                self._nonce = ""
             elif state == b"some":
                 yield from membership.reopen()
             elif state == b"over" or membership.has_run_ended:
@@ -110,7 +105,8 @@ class PromptedGroups:
             else:
                 yield from self._pause(as_count(reply[1]) if state == b"wait" else 0)
         self._wait.over()
-        return self._lease
+        yield from self._carry()
+        return self._leases[0]
 
     def _call(self) -> GroupCall:
         is_first, finished = True, self._logic.membership.finished

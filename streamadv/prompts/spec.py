@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from ..errors import SettingError
@@ -59,6 +60,10 @@ class PromptSet:
     fingerprint: str
 
     def to_text(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -119,7 +124,7 @@ class PromptSet:
         """Of each source its prompts over all epochs."""
         return [length * self.epochs for length in self.sources.values()]
 
-    @property
+    @cached_property
     def lease_args(self) -> list[Any]:
         """Of each source its total and its weight, for the script `lease`."""
         weights = [self.weights[source] for source in self.sources]
@@ -141,7 +146,11 @@ class PromptSet:
     def group_id(self, item: str, number: int) -> str:
         """The id of the group of a try of a prompt. item: as in `Tried`."""
         source, position = map(int, item.split())
-        return f"{PREFIX}{self.name}:{':'.join(map(str, self.locate(source, position)))}:{number}"
+        return self.id_of(self.locate(source, position), number)
+
+    def id_of(self, place: tuple[str, int, int], number: int) -> str:
+        """As `group_id`. place: what `locate` says."""
+        return f"{PREFIX}{self.name}:{place[0]}:{place[1]}:{place[2]}:{number}"
 
     def parse(self, group_id: str) -> Tried | None:
         """The try that a group is of; None if it is of none of these prompts."""

@@ -20,6 +20,9 @@ ScriptSteps = Generator[ScriptCall, Any, T]
 
 #: Ends of groups carried in one call.
 PAGE: Final = 256
+#: Prompts leased in one call. A producer that holds some back holds up nobody: there is much more for the others.
+MOST_LEASED: Final = 8
+LEFT_PER_LEASE: Final = 64
 #: Before the first entry of a stream.
 START: Final = "0-0"
 
@@ -54,7 +57,8 @@ def describe(keys: ShardKeys, prompts: PromptSet) -> ScriptSteps[None]:
 
 def lease(keys: ShardKeys, prompts: PromptSet, mode: str, nonce: str, owner: str) -> ScriptCall:
     """mode: lease, repeat or ask."""
-    args = [prompts.name, prompts.to_text(), mode, nonce, owner, *prompts.lease_args]
+    args = [prompts.name, prompts.to_text(), mode, nonce, owner, MOST_LEASED, LEFT_PER_LEASE]
+    args += prompts.lease_args
     return script_call("lease_prompt", keys, args, **_keys(prompts.name, "state", "entries", "again"))
 
 

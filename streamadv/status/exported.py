@@ -82,6 +82,11 @@ def _prompts_given_up(status: Status) -> dict[tuple[str, str, str], int]:
     return {(each.name, each.source, why): n for each in shown for why, n in each.given_up.items()}
 
 
+def _prompts_remaining(status: Status) -> dict[str, float]:
+    shown = status.prompts[:MAX_EVALUATIONS]
+    return {each.name: each.seconds_left for each in shown if each.seconds_left is not None}
+
+
 def _blocked(status: Status) -> dict[str, bool]:
     holding = {reason.name for reason in (*reasons_of(status), unsaved(status)) if reason}
     return {name: name in holding for name in REASONS}
@@ -226,6 +231,11 @@ FACTS: Final[dict[str, Fact]] = {
         "Prompts that were given up, by how their last try ended; at most 32 sources.",
         _prompts_given_up,
         ("prompts", "data_source", "reason"),
+    ),
+    "prompts_remaining_seconds": Fact(
+        "Seconds until a set of prompts has ended, at the pace of its last groups; absent while that is not known.",
+        _prompts_remaining,
+        ("prompts",),
     ),
     # Evaluation.
     "eval_reward_mean": Fact(

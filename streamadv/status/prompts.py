@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,6 +13,15 @@ from ..store.replies import as_text
 
 #: Prompts that were given up, named by `streamadv prompts show`.
 GIVEN_UP_SHOWN: Final = 1000
+TRAINED: Final = "trained"
+AGAIN: Final = "again"
+#: How a prompt ends, as counters are named.
+ENDED: Final = (TRAINED, "filtered", "given_up")
+#: Ends of groups in a shard, the last ones, that the time to the end is reckoned from; fewer than LEAST tell nothing.
+RECENT: Final = 200
+LEAST: Final = 10
+#: Prompts of a source that are named because they were given up.
+NAMED: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,10 @@ class SourceProgress:
     given_up: dict[str, int]  # by how the last try ended
     in_play: int  # begun, and not ended
     left: int  # not begun yet
+    seconds_left: (
+        float | None
+    )  # until the whole set has ended, at the pace of the last groups; None = not known
+    failing: dict[str, int]  # index of a prompt that was given up -> in how many epochs, of the 5 with most
 
     @property
     def total(self) -> int:
@@ -47,23 +61,50 @@ class PromptLine:
     group_id: str
 
 
-def read_progress(run: Run) -> list[SourceProgress]:
-    """Of all sets of a run, by name and source."""
-    return [line for prompts in read_sets(run) for line in progress_of(read(run, prompts))]
+def read_progress(run: Run, now_ms: int) -> list[SourceProgress]:
+    """Of all sets of a run, by name and source. now_ms: of the server."""
+    sets = read_sets(run)
+    pace = _read_pace(run, now_ms) if sets else 0.0
+    return [
+        line
+        for prompts in sets
+        for line in progress_of(read(run, prompts), pace, _read_given_up(run, prompts.name))
+    ]
 
 
-def progress_of(stored: Stored) -> list[SourceProgress]:
-    """Of each source of a set."""
+def _read_given_up(run: Run, name: str) -> list[str]:
+    """'<source> <position> <try> <outcome>' of prompts that were given up, the first ones first."""
+    found: Any = run.connection.scripts.zrange(run.keys.home.prompt_given_up(name), 0, GIVEN_UP_SHOWN - 1)
+    return list(map(as_text, found))
+
+
+def _read_pace(run: Run, now_ms: int) -> float:
+    """Groups of prompts that end in a second; 0 if too few have ended."""
+    pace, count = 0.0, 0
+    for keys in run.keys.shards:
+        ends: Any = run.connection.scripts.xrevrange(keys.prompt_ends, count=RECENT)
+        if ends:
+            count += len(ends)
+            pace += len(ends) * 1000 / max(1, now_ms - int(ends[-1][0].partition(b"-")[0]))
+    return pace if count >= LEAST else 0.0
+
+
+def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ()) -> list[SourceProgress]:
+    """Of each source of a set. pace: groups that end in a second. given_up: see `_read_given_up`."""
     prompts = stored.prompts
+    failing = [Counter[str]() for _ in prompts.sources]
+    for item in (line.rsplit(" ", 2)[0] for line in given_up):
+        if stored.is_of(item):
+            place = tuple(map(int, item.split()))
+            failing[place[0] - 1][str(prompts.locate(*place)[2])] += 1
+    counts = [_counts(stored, number) for number in range(1, len(prompts.sources) + 1)]
+    ended, again = (sum(sum(of[kind] for of in counts) for kind in kinds) for kinds in (ENDED, (AGAIN,)))
+    remaining = sum(prompts.totals) - ended
+    seconds = remaining * (ended + again) / ended / pace if pace and ended else None
     lines = []
     for number, (source, length) in enumerate(prompts.sources.items(), 1):
-        counts = Counter[str]()
-        for counter, value in stored.counters.items():
-            what, of, _ = counter.split(" ")
-            counts[what] += value if of == str(number) else 0
-        ended = sum(count for what, count in counts.items() if not what.startswith("again:"))
-        mine = [item for item in stored.entries if item.startswith(f"{number} ")]
-        total = length * prompts.epochs
+        of = counts[number - 1]
+        in_play = sum(item.startswith(f"{number} ") for item in stored.entries)
         lines.append(
             SourceProgress(
                 prompts.name,
@@ -71,24 +112,35 @@ def progress_of(stored: Stored) -> list[SourceProgress]:
                 length,
                 prompts.epochs,
                 min(prompts.epochs - 1, stored.following[number - 1] // length),
-                _by_reason(counts, "again"),
-                counts["trained"],
-                _by_reason(counts, "filtered"),
-                _by_reason(counts, "given_up"),
-                len(mine),
-                max(0, total - ended - len(mine)),
+                _by_reason(of, AGAIN),
+                of[TRAINED],
+                _by_reason(of, "filtered"),
+                _by_reason(of, "given_up"),
+                in_play,
+                max(0, length * prompts.epochs - sum(of[kind] for kind in ENDED) - in_play),
+                seconds,
+                dict(failing[number - 1].most_common(NAMED)),
             )
         )
     return lines
 
 
+def _counts(stored: Stored, number: int) -> Counter[str]:
+    """Of a source: '<what>:<how>' -> number over all epochs, and of each what alone."""
+    counts = Counter[str]()
+    for counter, value in stored.counters.items():
+        what, of, _ = counter.split(" ")
+        if of == str(number):
+            for name in {what, what.partition(":")[0]}:
+                counts[name] += value
+    return counts
+
+
 def read_lines(run: Run, stored: Stored) -> list[PromptLine]:
     """The prompts of a set that are in play or were given up, the latter first."""
-    key = run.keys.home.prompt_given_up(stored.prompts.name)
-    given_up: Any = run.connection.scripts.zrange(key, 0, GIVEN_UP_SHOWN - 1)
     lines = []
-    for member in given_up:
-        source, position, tried, *outcome = as_text(member).split(" ")
+    for member in _read_given_up(run, stored.prompts.name):
+        source, position, tried, *outcome = member.split(" ")
         item = f"{source} {position}"
         if stored.is_of(item) and tried.isdigit():
             lines.append(_line(stored, item, int(tried), " ".join(outcome)))

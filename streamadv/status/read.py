@@ -82,7 +82,7 @@ def read_status(run: Run) -> Status:
         producers=read_producers(run, now_ms),
         admission=admission_of(run, shards, server),
         evaluations=newest(read_evaluations(run)),
-        prompts=read_progress(run),
+        prompts=read_progress(run, now_ms),
         server=server,
         quiet_s=activity.quiet_s,
         failing_chain=_failing_chain(shards),

@@ -92,6 +92,7 @@ OBSERVER: Final = Role(
         "malformed": "xrange",
         "prompts prompt_state prompt_entries": "hgetall",
         "prompt_given_up": "zrange",
+        "prompt_ends": "xrevrange",
         "kept": "xrange",
     },
     scripts=False,

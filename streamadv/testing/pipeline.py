@@ -25,7 +25,7 @@ from ..grouping.scorer import Scorer
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
-from ..prompts import Prompts
+from ..prompts import Prompts, steps
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
@@ -66,6 +66,7 @@ POLLS: Final = (
     (watchdog, "LOOK_S", 30.0),
     (heartbeat, "LOOK_S", 4.0),
     (follow, "POLL_S", 5.0),
+    (steps, "LEFT_PER_LEASE", 3),  # so that a few prompts are leased together
 )
 
 #: What `trim_kept` writes behind the bytes in a run that keeps everything.

@@ -219,3 +219,30 @@ def test_what_is_in_the_weights_ends_though_nobody_plays_any_more(
         monkeypatch.setattr(Attendance, "is_attended", False)  # as half a minute later
         assert next_batch(queue, joined) is None
     assert stored(joined).is_over
+
+
+def test_a_run_that_has_lost_its_prompts_gets_them_from_the_checkpoint(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        groups = producer.prompts(prompts(epochs=1), SIZE)
+        play(groups, 4)
+        with queue_of(redis_url, run) as queue:
+            trained = train(queue, joined, 1)
+            state = queue.state_dict()
+            queue.commit(state)
+        home = joined.keys.home
+        names = ("state", "entries", "again", "given_up")
+        lost = [getattr(home, f"prompt_{name}")("train") for name in names]
+        joined.connection.scripts.delete(home.prompts, *lost)
+        with queue_of(redis_url, run) as queue:
+            queue.load_state_dict(state)
+            queue.open()
+            assert stored(joined).following == [4]
+            trained += train(queue, joined, 1)
+            play(groups, COUNT - 4)
+            trained += train(queue, joined, 2)
+            queue.commit(queue.state_dict())
+        assert sorted(map(identity, trained)) == sorted(set(map(identity, trained)))
+        assert len(trained) == COUNT
+        assert next(groups, None) is None
+        assert stored(joined).is_over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import pytest
 
 import streamadv as sa
 from streamadv.errors import SettingError
+from streamadv.prompts.steps import lease
 from streamadv.prompts.stored import Stored, read, read_sets
 from streamadv.run import Run
+from streamadv.store.calls import run_script
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, problems, working
 
@@ -149,3 +152,38 @@ def test_other_prompts_under_the_same_name_are_refused(redis_url: str, run: str)
             next(producer.prompts(others, SIZE))
         with pytest.raises(SettingError, match="epochs is 3, in the run 2"):
             next(producer.prompts(prompts(epochs=3), SIZE))
+
+
+def test_prompts_are_leased_together_while_many_are_left(redis_url: str, run: str) -> None:
+    many = sa.Prompts(range(1000), shuffle=None)
+    with sa.Producer(redis_url, run) as producer, sa.Producer(redis_url, run) as other:
+        groups = producer.prompts(many, SIZE)
+        assert [prompt for prompt, _ in itertools.islice(groups, 3)] == [0, 1, 2]
+        found = stored(join(redis_url, run))
+        assert (found.following, len(found.entries)) == ([8], 8)
+        assert next(other.prompts(many, SIZE))[0] == 8
+        groups.close()  # type: ignore[attr-defined]
+        assert [prompt for prompt, _ in itertools.islice(other.prompts(many, SIZE), 6)] == [3, 4, 5, 6, 7, 9]
+
+
+def test_a_lease_whose_reply_was_lost_is_had_again(redis_url: str, run: str) -> None:
+    many = sa.Prompts(range(1000), shuffle=None)
+    with sa.Producer(redis_url, run) as producer:
+        groups = producer.prompts(many, SIZE)
+        next(groups)
+        joined = join(redis_url, run)
+
+        def ask(mode: str) -> Any:
+            return run_script(joined.connection.scripts, lease(joined.keys.home, many.set, mode, "n", "me 1"))
+
+        first, again = ask("lease"), ask("repeat")
+        assert sorted(first[1::2]) == sorted(again[1::2])
+        assert len(first[1::2]) == 8
+        assert first[1::2] == [b"1 %d" % position for position in range(8, 16)]
+
+
+def test_the_last_prompts_are_leased_one_by_one(redis_url: str, run: str) -> None:
+    few = sa.Prompts(range(100), shuffle=None)
+    with sa.Producer(redis_url, run) as producer, sa.Producer(redis_url, run) as other:
+        groups, others = producer.prompts(few, SIZE), other.prompts(few, SIZE)
+        assert [next(each)[0] for each in (groups, others, groups)] == [0, 1, 2]
