@@ -185,6 +185,21 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(redis_url: str, run
     assert (process.returncode, "Traceback" in errors) == (130, False), errors
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_up_serves_it_to_its_commands(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "streamadv", "up", "--view", "--", sys.executable, "-c", "print('done')"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("DISPLAY", None)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "view http://127.0.0.1:" in done.stderr
+
+
 def test_a_wrong_tokenizer_is_an_error_at_once(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["view", "--run", run, "--tokenizer", "no/such.json"]) != 0
     assert "tokenizer no/such.json: there is no such file" in capsys.readouterr().err
