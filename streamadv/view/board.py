@@ -80,12 +80,13 @@ class Board:
         status = read_status(self.run)
         self.history.append(_reading(status))
         reasons = [reason for reason in (*reasons_of(status), unsaved(status)) if reason]
-        if not reasons and status.trainer.state == "waits" and not status.trainer.finished:
+        if not reasons and status.trainer.state == "waits" and not is_over(status):
             reasons = [ordinary_wait(status)]
         boxes = self._boxes(status, reasons)
         titles = {box.name: box.title for box in boxes}
         return {
             "status": status,
+            "over": is_over(status),
             "boxes": boxes,
             "reasons": [
                 (reason, titles.get(AT.get(reason.name, "")), reason.remedy(status.run)) for reason in reasons
@@ -162,6 +163,13 @@ class Board:
         ]
 
 
+def is_over(status: Status) -> bool:
+    """Whether the trainer has ended the run, or nothing is left of it and nothing can come."""
+    producers, ledger = {producer.state for producer in status.producers}, status.ledger
+    is_empty = not (ledger.queued or ledger.in_flight or status.groups.open)
+    return status.trainer.finished or (producers == {"finished"} and is_empty)
+
+
 def _reading(status: Status) -> Reading:
     ledger, trainer = status.ledger, status.trainer
     return Reading(
@@ -172,7 +180,7 @@ def _reading(status: Status) -> Reading:
         trainer.version or 0,
         ledger.trained,
         status.staleness.mean,
-        trainer.state == "waits" and not trainer.finished,
+        trainer.state == "waits" and not is_over(status),
     )
 
 
@@ -200,7 +208,7 @@ def _staleness(status: Status) -> list[str]:
 
 def _doing(status: Status) -> str:
     trainer = status.trainer
-    if trainer.finished:
+    if is_over(status):
         return "the run has ended"
     heard = "" if trainer.silent_s is None else f" for {seconds_text(trainer.silent_s)}"
     words = {

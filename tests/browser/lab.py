@@ -127,6 +127,7 @@ class Lab:
         group_all(self.run, self._grouper)
         while self.train():
             pass
+        self.queue.close()
 
     def tell(self) -> None:
         """A story that every screen shows something of."""

@@ -150,7 +150,7 @@ async def test_a_run_that_has_ended_says_so(page: Page, told: tuple[Lab, str]) -
     lab, address = told
     lab.end()
     await page.open(address)
-    await page.until("document.querySelector('.sentence').innerText.includes('The run has ended')")
+    await page.until("document.querySelector('#board .sentence').innerText.includes('The run has ended')")
 
 
 async def test_long_rollouts_are_drawn_where_one_looks(page: Page, told: tuple[Lab, str]) -> None:
