@@ -26,7 +26,7 @@ from ..run import Run, find_run
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
-from .parser import CommandParser, seconds, split_commands
+from .parser import SEPARATOR, CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
     "demo", "server", "up", "worker", "gateway", "exporter", "replay", "consume", "compute", "evals", "prompts",
@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: list[list[str]] = []
     if words[:1] == ["up"]:
         words, commands = split_commands(words)
+    if words[:2] == ["gateway", "run"] and SEPARATOR in words:
+        at = words.index(SEPARATOR)
+        words, commands = words[:at], [words[at + 1 :]]
     try:
         arguments = make_parser(words).parse_args(words, argparse.Namespace(commands=commands))
         _set_up_logging(words[0], arguments)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import SettingError
 from ..gateway.keys import Keys
 from ..gateway.options import MODES, Options
-from . import add_metrics_option, add_redis_options, settings_from
+from ..gateway.running import EXIT, Running
+from . import INTERRUPTED, add_log_options, add_metrics_option, add_redis_options, settings_from
 from .parser import count, seconds, size
 
 KEY_DAYS: Final = 30.0
@@ -42,6 +44,40 @@ def add_parser(subparsers: Any) -> None:
         help=f"print a key that begins groups, valid {KEY_DAYS:g} days, and end",
     )
     parser.set_defaults(run=run, packages=("aiohttp", "orjson"))
+    _add_running(parser.add_subparsers(title="actions", metavar="ACTION"))
+
+
+def _add_running(actions: Any) -> None:
+    parser = actions.add_parser(
+        "run",
+        help="plays a group, each rollout by a process",
+        usage="streamadv gateway run --gateway URL [options] -- COMMAND ...",
+        description="Begins a group at a gateway and runs COMMAND once for each of its rollouts, with the variables by "
+        "which agents find their engine. When the process ends, so does its rollout.",
+    )
+    add_log_options(parser)
+    parser.add_argument("--run", dest="run_name", metavar="NAME", help="name of the run (STREAMADV_RUN)")
+    parser.add_argument("--gateway", required=True, metavar="URL", help="of the gateway")
+    parser.add_argument("--size", type=count, default=1, metavar="N", help="rollouts of a group (default 1)")
+    parser.add_argument(
+        "--groups", type=count, default=1, metavar="N", help="one after the other (default 1)"
+    )
+    parser.add_argument("--data-source", metavar="NAME", help="of the groups")
+    parser.add_argument("--metadata", type=_object, metavar="JSON", help="of their trajectories")
+    parser.add_argument(
+        "--reward",
+        default=EXIT,
+        metavar="WHERE",
+        help="exit: 1 for exit status 0, else 0; file: what COMMAND writes to the file STREAMADV_REWARD_FILE, a number "
+        "or an object as POST .../end takes; a URL: what it answers to rollout and exit_status (default exit)",
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=seconds,
+        metavar="S",
+        help="a process is ended, and its rollout fails, after so long",
+    )
+    parser.set_defaults(run=run_processes, packages=())
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:
@@ -152,3 +188,37 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError(f"--port is {arguments.port}, needs 0 to 65535")
     asyncio.run(serve(settings, options, keys, place, lambda url: print(url, flush=True)))
     return 0
+
+
+def run_processes(arguments: argparse.Namespace) -> int:
+    """Play groups by processes; 1 if a rollout could not be ended."""
+    keys, settings = Keys.from_environment(), settings_from(arguments)
+    group = {"size": arguments.size, "data_source": arguments.data_source, "metadata": arguments.metadata}
+    running = Running(
+        arguments.gateway.rstrip("/").removesuffix("/v1"),
+        keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S),
+        arguments.commands[0] if arguments.commands else [],
+        arguments.reward,
+        arguments.timeout_s,
+        {name: value for name, value in group.items() if value is not None},
+    )
+    return asyncio.run(_play(running, arguments.groups))
+
+
+async def _play(running: Running, groups: int) -> int:
+    playing = asyncio.ensure_future(_play_groups(running, groups))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
+    try:
+        return await playing
+    except asyncio.CancelledError:
+        return INTERRUPTED
+
+
+async def _play_groups(running: Running, groups: int) -> int:
+    status = 0
+    for _ in range(groups):
+        for answer in await running.play():
+            print(json.dumps(answer), flush=True)
+            status |= answer is None
+    return status

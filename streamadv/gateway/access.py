@@ -29,6 +29,10 @@ class GatewayError(StreamadvError):
     """The gateway has refused to end a rollout, or does not answer."""
 
 
+class AgainError(Exception):
+    """The same request may succeed later."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """What the agent of one rollout is given, and how the rollout ends."""
@@ -103,8 +107,8 @@ class Access:
     async def _post(self, body: bytes) -> dict[str, Any]:
         for left in reversed(range(END_TRIES)):
             try:
-                return await asyncio.to_thread(_post, self.end_url, self.close_key, body)
-            except _AgainError as error:
+                return await asyncio.to_thread(post, self.end_url, self.close_key, body)
+            except AgainError as error:
                 if not left:
                     raise GatewayError(str(error)) from None
                 await asyncio.sleep(_PAUSE_S * 2 ** (END_TRIES - 1 - left))
@@ -144,10 +148,6 @@ class Gateway:
         return Access(place, turn, end, rollout)
 
 
-class _AgainError(Exception):
-    """The same request may succeed later."""
-
-
 def _shared(ticket: Ticket | None, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the key leaves out of the ticket."""
     if ticket is None:
@@ -157,17 +157,17 @@ def _shared(ticket: Ticket | None, metadata: Mapping[str, Any] | None) -> dict[s
     return {name: value for name, value in said.items() if value}
 
 
-def _post(url: str, key: str, body: bytes) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+def post(url: str, key: str | None, body: bytes) -> Any:
+    """The answer to a POST of JSON. Raises GatewayError, and AgainError where the same request may succeed later."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, body, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=END_S) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-            return found
+            return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         text = f"{url}: {error.code} {one_line(error.read(2000).decode(errors='replace'))}"
         if error.code in (429, 503):
-            raise _AgainError(text) from None
+            raise AgainError(text) from None
         raise GatewayError(text) from None
     except (OSError, ValueError) as error:
-        raise _AgainError(f"{url}: {type(error).__name__} {one_line(str(error))}") from None
+        raise AgainError(f"{url}: {type(error).__name__} {one_line(str(error))}") from None

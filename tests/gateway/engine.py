@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from tests.unit.integrations.fake_engine import END, FakeEngine
+from tests.unit.integrations.fake_engine import END, ROLES, FakeEngine
+
+
+def caller(*answers: str) -> FakeEngine:
+    """One whose n-th answer to a conversation is the n-th of these: `<thought>text!tool {"at": 1}` calls one."""
+    return Engine(lambda prompt: answers[min(prompt.count(ROLES["tool"]), len(answers) - 1)])
+
+
+def message_of(text: str) -> dict[str, Any]:
+    """A message as the engine's parsers read it."""
+    thought, _, said = text.rpartition(">")
+    content, _, call = said.partition("!")
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content,
+        "reasoning": thought.strip("<") or None,
+    }
+    if call:
+        name, _, arguments = call.partition(" ")
+        function = {"name": name, "arguments": arguments or "{}"}
+        number = zlib.crc32(text.encode())  # an id for each call
+        message["tool_calls"] = [{"id": f"call-{number}", "type": "function", "function": function}]
+    return message
 
 
 def talkative(seed: int = 0) -> FakeEngine:
@@ -35,6 +58,9 @@ class Engine(FakeEngine):
         written = []
         for message in messages:
             content = message.get("content") or ""
+            if isinstance(content, list):
+                content = "".join(part["text"] for part in content)
+                message = {**message, "content": content}
             if self.drifts and message["role"] == "assistant":
                 message = {**message, "content": content.upper()}
             if self.thinks and message["role"] == "assistant" and ">" not in content:
@@ -64,6 +90,11 @@ class Engine(FakeEngine):
         if path == "/v1/chat/completions/derender":
             return self.derendered(asked)
         made = [super(Engine, self).answer(path, asked) for _ in range(asked.get("n") or 1)]
+        for one, (_, ids, _) in zip(made, self.said[-len(made) :], strict=True):
+            if "message" in one["choices"][0]:
+                one["choices"][0]["message"] = message_of(
+                    bytes(token for token in ids if token < END).decode()
+                )
         choices = [{**one["choices"][0], "index": at} for at, one in enumerate(made)]
         sampled = sum(len(choice["token_ids"]) for choice in choices)
         for choice in choices:
@@ -96,12 +127,7 @@ class Engine(FakeEngine):
             text = bytes(token for token in choice["token_ids"] if token < END).decode()
             for stop in asked["chat_request"].get("stop") or ():
                 text = text.removesuffix(stop)
-            thought, _, said = text.rpartition(">")
-            content, _, call = said.partition("!")
-            message: dict[str, Any] = {"role": "assistant", "content": content, "reasoning": thought or None}
-            if call:
-                function = {"name": call, "arguments": "{}"}
-                message["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
+            message = message_of(text)
             choices.append(
                 {"index": choice["index"], "message": message, "finish_reason": choice["finish_reason"]}
             )

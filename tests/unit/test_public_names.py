@@ -207,10 +207,13 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
     for group in groups:
         for name in sorted(group.choices):
             yield from options_of(group.choices[name])
-    if not groups:
-        yield " ".join(
-            [parser.prog, *(argument(action) for action in parser._actions if action.dest != "help")]
-        )
+    own = [
+        action
+        for action in parser._actions
+        if action.dest not in ("help", "version") and action not in groups
+    ]
+    if own or not groups:
+        yield " ".join([parser.prog, *map(argument, own)])
 
 
 def argument(action: argparse.Action) -> str:

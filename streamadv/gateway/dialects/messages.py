@@ -21,9 +21,10 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     chat |= {name: body[name] for name in ("temperature", "top_p", "top_k") if name in body}
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in body["tools"]]
-    if choice := body.get("tool_choice"):
+    # A tool without a schema is Anthropic's own, such as its search.
+    tools = [_tool(tool) for tool in body.get("tools") or () if "input_schema" in tool]
+    chat |= {"tools": tools} if tools else {}
+    if tools and (choice := body.get("tool_choice")):
         named = {"type": "function", "function": {"name": choice.get("name")}}
         chat["tool_choice"] = named if choice["type"] == "tool" else _CHOICES[choice["type"]]
     return chat

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
+from ..joining import arguments_of
 from .events import event
 
 _COPIED: Final = ("temperature", "top_p", "parallel_tool_calls")
+#: Tools that agents run themselves; others, such as searches, are OpenAI's own and left out.
+_OWN_TOOLS: Final = ("function", "custom")
 
 
 def read(body: dict[str, Any]) -> dict[str, Any]:
@@ -22,7 +26,7 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     chat: dict[str, Any] = {"messages": messages} | {name: body[name] for name in _COPIED if name in body}
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
-    tools = [_tool(tool) for tool in body.get("tools") or ()]
+    tools = [_tool(tool) for tool in body.get("tools") or () if tool.get("type") in _OWN_TOOLS]
     chat |= {"tools": tools} if tools else {}
     if (choice := body.get("tool_choice")) is not None and tools:
         is_named = isinstance(choice, dict)
@@ -37,8 +41,11 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ValueError(f"tools: type {tool.get('type')} is not supported, use function")
+    """A tool that the agent runs. One of free text has a single argument."""
+    if tool["type"] == "custom":
+        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": text}
+        return {"type": "function", "function": function}
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
@@ -56,7 +63,11 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         _of_assistant(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind == "custom_tool_call":
+        function = {"name": item["name"], "arguments": json.dumps({"input": item["input"]})}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        _of_assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
     elif kind == "reasoning":
         _of_assistant(messages)["reasoning"] = _text(item.get("content") or item.get("summary") or "")
@@ -82,6 +93,7 @@ def write(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, A
     choice, usage = answer["choices"][0], answer.get("usage") or {}
     sampled, read_tokens = usage.get("completion_tokens") or 0, usage.get("prompt_tokens") or 0
     is_cut = choice.get("finish_reason") == "length"
+    free = {tool["name"] for tool in asked.get("tools") or () if tool.get("type") == "custom"}
     given = (
         "instructions",
         "tools",
@@ -97,7 +109,7 @@ def write(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, A
         "id": f"resp_{answer.get('id')}", "object": "response", "created_at": answer.get("created") or 0,
         "model": answer.get("model"), "status": "incomplete" if is_cut else "completed", "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _items(str(answer.get("id")), choice["message"]),
+        "output": _items(str(answer.get("id")), choice["message"], free),
         **defaults, **{name: asked[name] for name in given if asked.get(name) is not None},
         "usage": {
             "input_tokens": read_tokens, "output_tokens": sampled, "total_tokens": read_tokens + sampled,
@@ -107,7 +119,8 @@ def write(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, A
     }  # fmt: skip
 
 
-def _items(name: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _items(name: str, message: Mapping[str, Any], free: Collection[str]) -> list[dict[str, Any]]:
+    """What the message says, in items. free: names of the tools of free text."""
     items: list[dict[str, Any]] = []
     if thinking := message.get("reasoning") or message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thinking}]
@@ -117,14 +130,26 @@ def _items(name: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         said = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**said, "content": [text]})
     for call in message.get("tool_calls") or ():
+        function = call["function"]
         made = {
             "id": f"fc_{call['id']}",
-            "type": "function_call",
             "status": "completed",
             "call_id": call["id"],
+            "name": function["name"],
         }
-        items.append({**made, "name": call["function"]["name"], "arguments": call["function"]["arguments"]})
+        if function["name"] in free:
+            written = str(arguments_of(function["arguments"]).get("input", function["arguments"]))
+            items.append({**made, "type": "custom_tool_call", "input": written})
+        else:
+            items.append({**made, "type": "function_call", "arguments": function["arguments"]})
     return items
+
+
+#: What an item says: kind of the item, field, name of its events.
+_SAID: Final = {
+    "function_call": ("arguments", "function_call_arguments"),
+    "custom_tool_call": ("input", "custom_tool_call_input"),
+}
 
 
 def stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[bytes]:
@@ -139,19 +164,23 @@ def stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[byte
 
     yield numbered("response.created", response=begun)
     for at, item in enumerate(response["output"]):
-        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        name, kind = _SAID.get(item["type"], ("content", ""))
+        empty: dict[str, Any] = {name: "" if kind else []}
         yield numbered("response.output_item.added", output_index=at, item={**item, **empty})
-        place = {"item_id": item["id"], "output_index": at}
-        if item["type"] == "message":
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": at}
+        if kind:
+            said = (
+                {"name": item["name"], name: item[name]} if kind.endswith("arguments") else {name: item[name]}
+            )
+            yield numbered(f"response.{kind}.delta", **place, delta=item[name])
+            yield numbered(f"response.{kind}.done", **place, **said)
+        else:
             (part,) = item["content"]
             place |= {"content_index": 0}
+            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
             yield numbered("response.content_part.added", **place, part={**part, "text": ""})
-            yield numbered("response.output_text.delta", **place, delta=part["text"], logprobs=[])
-            yield numbered("response.output_text.done", **place, text=part["text"], logprobs=[])
+            yield numbered(f"response.{part['type']}.delta", **place, delta=part["text"], **more)
+            yield numbered(f"response.{part['type']}.done", **place, text=part["text"], **more)
             yield numbered("response.content_part.done", **place, part=part)
-        elif item["type"] == "function_call":
-            called = {"arguments": item["arguments"]}
-            yield numbered("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            yield numbered("response.function_call_arguments.done", **place, name=item["name"], **called)
         yield numbered("response.output_item.done", output_index=at, item=item)
     yield numbered(f"response.{response['status']}", response=response)
