@@ -213,6 +213,14 @@ class Extreme:
     advantage: float
 
 
+def _said(setting: Any) -> Any:
+    """A chain without what is left out or off."""
+    if not isinstance(setting, dict):
+        return setting
+    parts = {name: _said(value) for name, value in setting.items()}
+    return {name: value for name, value in parts.items() if value is not False and value not in (None, {})}
+
+
 def batch_view(run: Run, lines: Sequence[Line], k: int, texts: Ids) -> dict[str, Any]:
     """Batch k as far as its groups can be looked at."""
     members = [line for line in lines if line.batch == k]
@@ -258,7 +266,7 @@ def batch_view(run: Run, lines: Sequence[Line], k: int, texts: Ids) -> dict[str,
         },
         "is_open": any(line.where == "waiting" for line in members),
         "of": record.get("num_groups"),
-        "chain": record.get("chain"),
+        "chain": _said(record.get("chain")),
         "rewards": histogram(rewards),
         "advantages": histogram(values),
         "punished": [extreme for extreme in extremes[:EXTREMES] if extreme.advantage < 0],
