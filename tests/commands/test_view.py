@@ -19,6 +19,7 @@ pytest.importorskip("tokenizers")
 from streamadv import cli
 from streamadv.errors import SettingError
 from streamadv.store.embedded import EmbeddedServer
+from streamadv.view import app
 from streamadv.view.serve import serving
 from tests.browser.asked import SCREENS, ask, board
 from tests.browser.lab import HOSTILE, Lab, make_tokenizer
@@ -130,6 +131,26 @@ def test_an_address_that_is_none_is_refused_in_words(lab: Lab, path: str) -> Non
         answer = ask(address, path)
     assert answer.status == 400
     assert "needs a number" in answer.text
+
+
+def test_a_package_brings_a_panel_that_stands_apart(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = {
+        "board": lambda each: f"<script>1</script><svg>{each.rollout_index}</svg>",
+        "broken": lambda each: each.rollout_index / 0,
+    }
+    monkeypatch.setattr(app, "load_points", {"streamadv.views": panels}.get)
+    with serving(lab.url, lab.name, port=0) as address:
+        page = Tags(ask(address, "/tokens?id=sum-0-0&index=1").text)
+        frames = [attributes for tag, attributes in page.tags if tag == "iframe"]
+        sandboxes = [(frame["title"], frame.get("sandbox", "none")) for frame in frames]
+        assert sandboxes == [("board", None), ("broken", None)]
+        shown, broken, gone = (
+            ask(address, f"/panel?id=sum-0-0&index=1&name={name}") for name in ("board", "broken", "no")
+        )
+    assert "<svg>1</svg>" in shown.text
+    assert shown.headers["Content-Security-Policy"].startswith("sandbox; default-src 'none'")
+    assert "ZeroDivisionError: division by zero" in broken.text
+    assert gone.status == 404
 
 
 def test_what_has_gone_is_said(lab: Lab) -> None:
