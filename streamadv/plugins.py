@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Entry points of this group are loaded when somebody asks for an estimator that is not registered yet.
 ESTIMATORS: Final = "streamadv.estimators"
+#: Entry points of this group are panels of the page of `streamadv view`.
+VIEWS: Final = "streamadv.views"
 #: How to bring an estimator, for messages.
 REMEDY: Final = f"bring it with --import MODULE, or by an entry point of the group {ESTIMATORS}"
 
@@ -67,12 +69,19 @@ def load_estimators() -> None:
     if _loaded:
         return
     _loaded = True  # an estimator's module may ask for another one
-    for point in metadata.entry_points(group=ESTIMATORS):
+    load_points(ESTIMATORS)
+
+
+def load_points(group: str) -> dict[str, Any]:
+    """What the entry points of a group name. One that fails is logged as a warning and does not stop the others."""
+    found = {}
+    for point in metadata.entry_points(group=group):
         try:
-            point.load()
+            found[point.name] = point.load()
         except (Exception, SystemExit) as error:
             package = point.dist.name if point.dist is not None else "unknown"
             text = f"entry point {point.name} = {point.value} of package {package} cannot be loaded"
             hint = f" ({missing})" if (missing := _missing_extra(error)) else ""
             fields = log_fields("entry_point_failed")
             logger.warning("%s: %s: %s%s", text, type(error).__name__, error, hint, extra=fields)
+    return found

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from ..demo.settings import CORRECTIONS, DEFAULT_ESTIMATOR, DEFAULT_UPDATES, MAPS, DemoSettings
 from ..errors import SettingError
-from ..extras import TO_COMPUTE
+from ..extras import TO_COMPUTE, TO_VIEW, require
 from ..processes.machine import Signals
 from . import INTERRUPTED, add_log_options, settings_from
+from .view import open_page
 
 NEEDED: Final = (*TO_COMPUTE, "gymnasium", "matplotlib")
 SUPPLIED: Final = ("input_ids", "response_mask", "rollout_log_probs", "token_level_rewards")
@@ -59,6 +60,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="P",
         help="/metrics of the processes at P and the ports after it, for a Prometheus (default: free ones)",
     )
+    parser.add_argument("--view", action="store_true", help="serve the page of streamadv view, and open it")
     parser.add_argument("--no-kill", action="store_true", help="kill nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(
@@ -77,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.updates is None:
         arguments.updates = DEFAULT_UPDATES[arguments.maps]
     check_arguments(arguments)
+    if arguments.view:
+        require("--view", *TO_VIEW)
     # After the checks: these need the packages of the demo.
     from rich.console import Console
 
@@ -100,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
                 kill=not arguments.no_kill,
                 server_binary=process.server_binary,
                 metrics_port=process.metrics_port,
+                page=open_page if arguments.view else None,
             )
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from .. import clock
 from ..errors import SettingError
-from ..extras import TO_COMPUTE
+from ..extras import TO_COMPUTE, TO_VIEW, require
 from ..processes.machine import Plan, Signals, run_machine, say
 from ..settings import Settings
 from ..status.activity import who_is_elsewhere
@@ -22,6 +22,7 @@ from ..store.retry import SERVER_ERRORS
 from ..store.urls import hide_password
 from . import add_redis_options, settings_from
 from .parser import count, size
+from .view import open_page
 
 #: Seconds between two checks of who uses the server, and in which it has to answer.
 LOOK_S: Final = 3.0
@@ -55,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="SIZE",
         help="of the server, such as 4gb; a run uses up to 70 %% of it",
     )
+    parser.add_argument("--view", action="store_true", help="serve the page of streamadv view, and open it")
     add_redis_options(parser)
     parser.set_defaults(run=run, packages=TO_COMPUTE, instead=": write `--` in front of each command")
 
@@ -65,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     if [] in commands:
         raise SettingError("there is no command behind `--`: write one, or leave `--` out")
     settings = settings_from(arguments)
+    if arguments.view:
+        require("--view", *TO_VIEW)
     signals = Signals()
     with ExitStack() as stack:
         url, shown, check_server = _server(settings, arguments, stack)
@@ -86,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not commands:
             print(shown, flush=True)
         say(f"server {shown}, run {settings.run}, {plan}")
+        if arguments.view:
+            say(f"view {stack.enter_context(open_page(url, settings.run))}")
         return run_machine(plan, signals, lambda _: check_server())
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from ..extras import TO_VIEW
@@ -56,9 +60,25 @@ def view(arguments: argparse.Namespace) -> int:
     ) as address:
         print(address, flush=True)
         if arguments.open:
-            webbrowser.open(address)
+            _open(address)
         threading.Event().wait()
     return 0
+
+
+@contextmanager
+def open_page(url: str, run: str) -> Iterator[str]:
+    """Serve the page of a run and open it; yields its address."""
+    from ..view.serve import serving
+
+    with serving(url, run) as address:
+        _open(address)
+        yield address
+
+
+def _open(address: str) -> None:
+    """Open the address where there is a screen: without one Python would start a browser of the terminal."""
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(address)
 
 
 def _port(text: str) -> int:

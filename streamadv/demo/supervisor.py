@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
@@ -41,6 +41,8 @@ class View(Protocol):
 
     def say(self, text: str) -> None: ...
 
+    def note(self, text: str) -> None: ...
+
 
 def demonstrate(
     settings: DemoSettings,
@@ -51,10 +53,12 @@ def demonstrate(
     kill: bool,
     server_binary: str | None = None,
     metrics_port: int = 0,
+    page: Callable[[str, str], AbstractContextManager[str]] | None = None,
 ) -> Progress:
     """Run the whole demo, on an embedded server unless a URL is given; returns what came of it.
 
-    metrics_port: of `/metrics` of the first process, see `Plan`. Every process has ended when this returns or raises.
+    metrics_port: of `/metrics` of the first process, see `Plan`. page: serves the run's page, by URL and run,
+    while it is open. Every process has ended when this returns or raises.
     Raises KeyboardInterrupt after a signal, ProcessEndedError when a process keeps ending or nothing moves for STALL_S,
     ServerError when no server can be started.
     """
@@ -74,6 +78,8 @@ def demonstrate(
             RunSettings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
         )
         conductor = Conductor(Progress(settings), lambda: read_status(run), view, kill=kill)
+        if page is not None:
+            view.note(f"view {stack.enter_context(page(url, settings.run))}")
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-demo-")))
         settings.write(directory)
         plan = plan_of(settings, url, directory, conductor.listener, view.say, metrics_port)

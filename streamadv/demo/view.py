@@ -52,6 +52,10 @@ class LiveView:
     def say(self, text: str) -> None:
         self._events.append(text)
 
+    def note(self, text: str) -> None:
+        """A line that stays above the screen."""
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None:
         self._live.update(screen(progress, crew, list(self._events)), refresh=True)
 
@@ -65,6 +69,8 @@ class PlainView:
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    note = say
 
     def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None:
         if progress.seconds >= self._next:

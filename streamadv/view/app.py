@@ -14,16 +14,25 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from ..errors import SettingError, StreamadvError
+from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
-from ..status.kept import read_trajectories
 from ..status.turns import advantage_range
 from ..status.why import why
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
 from .board import Board
-from .book import PAGE, Book, Choice, facets, histogram
+from .book import PAGE, Book, Choice, batches_of, facets, histogram
 from .pages import FOLDER, environment
-from .rollouts import MAX_MEMBERS, batch_view, batches_of, find, side_by_side, tokens_of
+from .rollouts import (
+    MAX_MEMBERS,
+    batch_view,
+    find,
+    panel_text,
+    rollout,
+    rollout_of,
+    side_by_side,
+    tokens_of,
+)
 from .texts import Ids, open_tokenizer
 
 #: Seconds between two readings of the board, and until a server that says nothing is away.
@@ -33,12 +42,18 @@ REPLY_S: Final = 10.0
 WRONG_S: Final = 0.5
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
+}
+#: Of a panel, whose markup is a package's and whose text is a rollout's: no script, no request, an origin of its own.
+PANEL_HEADERS: Final = {
+    **HEADERS,
+    "Content-Security-Policy": "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "frame-ancestors 'self'",
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
@@ -61,7 +76,8 @@ class Desk:
         """The run. Raises SettingError while it does not exist."""
         if self._run is None:
             self._run = run = find_run(self._connection, self._name)
-            self.board, self.book = Board(run), Book(run)
+            self.book = Book(run)
+            self.board = Board(run, self.book)
             self.texts: Ids = open_tokenizer(self._tokenizer, run.manifest.tokenizer)
         return self._run
 
@@ -104,7 +120,7 @@ class Screens:
     def __init__(self, url: str, run: str, tokenizer: str | None) -> None:
         self._name = run
         self._now, self._rows = Reader(url, run, tokenizer), Reader(url, run, tokenizer)
-        self._pages = environment()
+        self._pages, self._panels = environment(), load_points(VIEWS)
         self._reading: asyncio.Task[str] | None = None
         self._read_at = float("-inf")
         self.ends = asyncio.Event()
@@ -189,26 +205,37 @@ class Screens:
 
         def question(desk: Desk) -> dict[str, Any] | None:
             group = find(desk.run, desk.book.lines(), group_id)
-            for each in () if group is None else read_trajectories(desk.run, group):
-                if each.rollout_index == index:
-                    indices = [member.rollout_index for member in group.members] if group else []
-                    return {"rollout": each, "advantages": advantage_range(each), "indices": indices}
-            return None
+            each = None if group is None else rollout_of(desk.run, group, index)
+            if group is None or each is None:
+                return None
+            indices = [member.rollout_index for member in group.members]
+            return {"rollout": each, "advantages": advantage_range(each), "indices": indices}
 
         if (found := await self._rows.ask(question)) is None:
             return self._gone(group_id, index)
-        return self._page("tokens.html", title=f"{group_id}/{index}", group_id=group_id, index=index, **found)
+        found |= {"group_id": group_id, "index": index, "panels": sorted(self._panels)}
+        return self._page("tokens.html", title=f"{group_id}/{index}", **found)
+
+    async def panel(self, request: web.Request) -> web.Response:
+        """What a package's panel makes of a rollout."""
+        group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
+        if (render := self._panels.get(request.query.get("name", ""))) is None:
+            raise web.HTTPNotFound(text="no package has this panel")
+
+        def question(desk: Desk) -> str | None:
+            each = rollout(desk.run, desk.book.lines(), group_id, index)
+            return None if each is None else panel_text(render, each)
+
+        text = await self._rows.ask(question)
+        return web.Response(text=text or "", content_type="text/html", headers=PANEL_HEADERS)
 
     async def columns(self, request: web.Request) -> web.Response:
         """The tokens of a rollout with all their columns, as JSON."""
         group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
 
         def question(desk: Desk) -> dict[str, Any] | None:
-            group = find(desk.run, desk.book.lines(), group_id)
-            for each in () if group is None else read_trajectories(desk.run, group):
-                if each.rollout_index == index:
-                    return tokens_of(each, desk.texts)
-            return None
+            each = rollout(desk.run, desk.book.lines(), group_id, index)
+            return None if each is None else tokens_of(each, desk.texts)
 
         if (found := await self._rows.ask(question)) is None:
             raise web.HTTPNotFound(text=f"no rollout {index} of group {group_id!r}")
@@ -255,7 +282,9 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
             refusal.headers.update(HEADERS)
             raise
         if not response.prepared:
-            response.headers.update(HEADERS)
+            response.headers.update(
+                {name: value for name, value in HEADERS.items() if name not in response.headers}
+            )
         return response
 
     async def admit(request: web.Request) -> None:
@@ -275,6 +304,7 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
     app.router.add_get("/group", screens.group)
     app.router.add_get("/tokens", screens.tokens)
     app.router.add_get("/tokens.json", screens.columns)
+    app.router.add_get("/panel", screens.panel)
     app.router.add_get("/batch", screens.batch)
     app.router.add_static("/static", FOLDER / "static")
 

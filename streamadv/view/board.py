@@ -14,6 +14,7 @@ from ..status import Status, read_status
 from ..status.causes import ordinary_wait, reasons_of, unsaved
 from ..store.reasons import Reason
 from ..units import counted, seconds_text
+from .book import Book, batches_of
 
 #: Readings that rates and curves are made of.
 HISTORY: Final = 240
@@ -61,6 +62,8 @@ class Reading:
     batches: int
     version: int
     trained: int
+    staleness: float | None
+    waits: bool
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Board:
     """What the screen shows, from reading to reading. Belongs to one thread."""
 
     run: Run
+    book: Book
     history: deque[Reading] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
     def read(self) -> dict[str, Any]:
@@ -76,15 +80,23 @@ class Board:
         status = read_status(self.run)
         self.history.append(_reading(status))
         reasons = [reason for reason in (*reasons_of(status), unsaved(status)) if reason]
-        if not reasons and status.trainer.state == "waits" and not status.trainer.finished:
+        if not reasons and status.trainer.state == "waits" and not is_over(status):
             reasons = [ordinary_wait(status)]
+        boxes = self._boxes(status, reasons)
+        titles = {box.name: box.title for box in boxes}
         return {
             "status": status,
-            "boxes": self._boxes(status, reasons),
-            "reasons": [(reason, AT.get(reason.name), reason.remedy(status.run)) for reason in reasons],
+            "over": is_over(status),
+            "boxes": boxes,
+            "reasons": [
+                (reason, titles.get(AT.get(reason.name, "")), reason.remedy(status.run)) for reason in reasons
+            ],
             "curves": [
+                ("mean reward by batch, of kept groups", self._rewards()),
                 ("rollouts pushed a second", self._curve("pushed")),
                 ("rollouts committed a second", self._curve("trained")),
+                ("staleness of the next batch, mean", [reading.staleness for reading in self.history]),
+                ("time in which the trainer waits, %", self._idle()),
             ],
             "ignored": self.run.manifest.ignored,
             "ordinary": ORDINARY,
@@ -96,7 +108,7 @@ class Board:
         work = status.streams["work"]
         boxes = [
             Box("producers", "producers", producers.count("open"), "#people", {}, _lost(producers)),
-            Box("rollouts", "rollouts pushed", places.rollouts + places.scoring, "/groups", {"where": "open"},
+            Box("rollouts", "rollouts queued", places.rollouts + places.scoring, "/groups", {"where": "open"},
                 _ages(status, "rollouts"), self._rate("pushed"), "pushed"),
             Box("open", "open groups", groups.open, "/groups", {"where": "open"}, _lack(status),
                 self._rate("grouped"), "ended"),
@@ -106,9 +118,9 @@ class Board:
                 [f"{counted(work.length, 'work item')} left", *_ages(status, "work")], self._rate("batches"), "named"),
             Box("trainer", "policy version", trainer.version or 0, "/batch", {}, [_doing(status)],
                 self._rate("version"), "updates"),
-            Box("committed", "rollouts committed", ledger.trained, "/groups", {"outcome": "trained"},
+            Box("committed", "committed", ledger.trained, "/groups", {"outcome": "trained"},
                 [f"{counted(trainer.uncommitted, 'batch', 'batches')} trained and not committed"],
-                self._rate("trained"), "committed"),
+                self._rate("trained"), "rollouts"),
         ]  # fmt: skip
         stuck = {AT.get(reason.name) for reason in reasons if reason.name not in ORDINARY}
         waits = {AT.get(reason.name) for reason in reasons}
@@ -132,11 +144,30 @@ class Board:
         change = getattr(newest, name) - getattr(before[0], name)
         return max(0.0, float(change)) / (newest.at - before[0].at)
 
+    def _rewards(self) -> list[float | None]:
+        """Mean reward of the kept groups of the last batches."""
+        by_batch = batches_of([line for line in self.book.kept() if line.batch is not None])
+        return list(by_batch.values())[-HISTORY:]
+
+    def _idle(self) -> list[float]:
+        """Share of the readings of the last seconds at which the trainer waits, at each reading."""
+        waits = [100.0 * reading.waits for reading in self.history]
+        width = int(2 * RATE_S)
+        parts = [waits[max(0, end - width) : end] for end in range(1, len(waits) + 1)]
+        return [sum(part) / len(part) for part in parts]
+
     def _curve(self, name: str) -> list[float]:
         return [
             max(0.0, getattr(new, name) - getattr(old, name)) / max(1e-3, new.at - old.at)
             for old, new in pairwise(self.history)
         ]
+
+
+def is_over(status: Status) -> bool:
+    """Whether the trainer has ended the run, or nothing is left of it and nothing can come."""
+    producers, ledger = {producer.state for producer in status.producers}, status.ledger
+    is_empty = not (ledger.queued or ledger.in_flight or status.groups.open)
+    return status.trainer.finished or (producers == {"finished"} and is_empty)
 
 
 def _reading(status: Status) -> Reading:
@@ -148,6 +179,8 @@ def _reading(status: Status) -> Reading:
         (trainer.version or 0) + max(0, trainer.untrained),
         trainer.version or 0,
         ledger.trained,
+        status.staleness.mean,
+        trainer.state == "waits" and not is_over(status),
     )
 
 
@@ -175,7 +208,7 @@ def _staleness(status: Status) -> list[str]:
 
 def _doing(status: Status) -> str:
     trainer = status.trainer
-    if trainer.finished:
+    if is_over(status):
         return "the run has ended"
     heard = "" if trainer.silent_s is None else f" for {seconds_text(trainer.silent_s)}"
     words = {

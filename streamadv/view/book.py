@@ -170,7 +170,7 @@ class Book:
         lines = list[Line]()
         for place in PLACES:
             if place == "kept":
-                found = self._read_kept()
+                found = self.kept()
             else:
                 found = [Line.of(group, self._run) for group in read_groups_at(self._run, place)]
             lines += sorted(found, key=lambda line: line.ended_ms or 0, reverse=True)
@@ -178,7 +178,8 @@ class Book:
         self._due = clock.now() + max(FRESH_S, PATIENCE * (clock.now() - began))
         return lines
 
-    def _read_kept(self) -> list[Line]:
+    def kept(self) -> list[Line]:
+        """Lines of the kept groups alone, the oldest first in each shard."""
         for shard, known in zip(self._run.shards, self._kept, strict=True):
             first, new = read_kept_since(shard, next(reversed(known), ""))
             known.update({group.entry: Line.of(group, self._run) for group in new})
@@ -187,6 +188,15 @@ class Book:
                     break
                 del known[entry]  # forgotten by the run
         return [line for known in self._kept for line in known.values()]
+
+
+def batches_of(lines: Sequence[Line]) -> dict[int, float | None]:
+    """Mean reward of the groups in the book, by batch."""
+    by_batch: dict[int, list[float]] = {}
+    for line in lines:
+        if line.batch is not None:
+            by_batch.setdefault(line.batch, []).extend(line.known)
+    return {k: sum(rewards) / len(rewards) if rewards else None for k, rewards in sorted(by_batch.items())}
 
 
 def facets(lines: Sequence[Line], choice: Choice) -> dict[str, dict[str, int]]:

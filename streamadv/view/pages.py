@@ -19,6 +19,8 @@ FOLDER: Final = Path(__file__).parent
 #: Size of a dot's place in a strip of rewards, and the strip's height.
 DOT: Final = 9
 HEIGHT: Final = 20
+#: Characters at each end of a long id.
+END: Final = 10
 #: Dots of a strip at most.
 MAX_DOTS: Final = 32
 
@@ -32,7 +34,14 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"num": number, "ago": ago, "size": size_text, "seconds": seconds_text, "line": printable}
+    made.filters |= {
+        "num": number,
+        "ago": ago,
+        "size": size_text,
+        "seconds": seconds_text,
+        "line": printable,
+        "short": short,
+    }
     made.globals |= {"link": link, "dots": dots, "points": points, "counted": counted, "compact": compact}
     return made
 
@@ -51,6 +60,11 @@ def number(value: float | str | None) -> str:
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def short(group_id: str) -> str:
+    """An id that fits into a table: of a long one the beginning and the end."""
+    return group_id if len(group_id) <= 2 * END + 4 else f"{group_id[:END]}…{group_id[-END:]}"
 
 
 def ago(ms: int | None) -> str:

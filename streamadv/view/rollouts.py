@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Final
 
 import numpy as np
 
+from ..messages import one_line
 from ..run import Run
 from ..status.kept import read_trajectories
 from ..status.seen import SeenGroup, find_group, read_again
@@ -68,6 +70,25 @@ def find(run: Run, lines: Sequence[Line], group_id: str) -> SeenGroup | None:
     """The group of this id, by its line in the book if it has one."""
     line = next((line for line in lines if line.group_id == group_id), None)
     return find_group(run, group_id) if line is None else read_again(run, line)
+
+
+def rollout_of(run: Run, group: SeenGroup, index: int) -> Trajectory | None:
+    """One rollout of the group."""
+    return next((each for each in read_trajectories(run, group) if each.rollout_index == index), None)
+
+
+def rollout(run: Run, lines: Sequence[Line], group_id: str, index: int) -> Trajectory | None:
+    """One rollout of the group of this id."""
+    group = find(run, lines, group_id)
+    return None if group is None else rollout_of(run, group, index)
+
+
+def panel_text(render: Callable[[Trajectory], str | None], trajectory: Trajectory) -> str:
+    """What a package's panel makes of a rollout, or why it cannot."""
+    try:
+        return str(render(trajectory) or "")
+    except Exception as error:  # it is anybody's
+        return f"<p>{escape(one_line(f'{type(error).__name__}: {error}'))}</p>"
 
 
 def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side:
@@ -192,13 +213,12 @@ class Extreme:
     advantage: float
 
 
-def batches_of(lines: Sequence[Line]) -> dict[int, float | None]:
-    """Mean reward of the groups in the book, by batch."""
-    by_batch: dict[int, list[float]] = {}
-    for line in lines:
-        if line.batch is not None:
-            by_batch.setdefault(line.batch, []).extend(line.known)
-    return {k: sum(rewards) / len(rewards) if rewards else None for k, rewards in sorted(by_batch.items())}
+def _said(setting: Any) -> Any:
+    """A chain without what is left out or off."""
+    if not isinstance(setting, dict):
+        return setting
+    parts = {name: _said(value) for name, value in setting.items()}
+    return {name: value for name, value in parts.items() if value is not False and value not in (None, {})}
 
 
 def batch_view(run: Run, lines: Sequence[Line], k: int, texts: Ids) -> dict[str, Any]:
@@ -244,7 +264,9 @@ def batch_view(run: Run, lines: Sequence[Line], k: int, texts: Ids) -> dict[str,
             "greatest staleness": max(stale, default=None),
             "tokens with advantage 0": f"{np.mean(np.array(values) == 0):.1%}" if values else None,
         },
-        "chain": record.get("chain"),
+        "is_open": any(line.where == "waiting" for line in members),
+        "of": record.get("num_groups"),
+        "chain": _said(record.get("chain")),
         "rewards": histogram(rewards),
         "advantages": histogram(values),
         "punished": [extreme for extreme in extremes[:EXTREMES] if extreme.advantage < 0],

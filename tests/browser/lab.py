@@ -14,7 +14,16 @@ from streamadv.run import Run
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
-from tests.support import compute_all, consumer_of, group_all, housekeep, join, producing, trajectory
+from tests.support import (
+    compute_all,
+    consumer_of,
+    group_all,
+    housekeep,
+    join,
+    make_overdue,
+    producing,
+    trajectory,
+)
 
 PROMPT: Final = "What is 17 + 25?"
 ANSWERS: Final = (
@@ -99,16 +108,26 @@ class Lab:
         self.producer.push(said)
         group_all(self.run, self._grouper)
 
-    def train(self) -> None:
-        """One batch, committed with the next one."""
+    def train(self) -> bool:
+        """One batch, committed with the next one. False at the end of the run."""
         try:
             batch = self.queue.next_batch(timeout=0)
         except NoBatchError:
             compute_all(self.run, self._worker)
             batch = self.queue.next_batch(timeout=0)
-        assert batch is not None
-        self.queue.trained(batch)
-        self.version += 1
+        if batch is not None:
+            self.queue.trained(batch)
+            self.version += 1
+        return batch is not None
+
+    def end(self) -> None:
+        """Train on what is there, to the end of the run."""
+        self.producer.finish()
+        make_overdue(self.run, "short")
+        group_all(self.run, self._grouper)
+        while self.train():
+            pass
+        self.queue.close()
 
     def tell(self) -> None:
         """A story that every screen shows something of."""

@@ -14,6 +14,8 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("tokenizers")
 
 from streamadv.store.embedded import EmbeddedServer
+from streamadv.trajectory.schema import Trajectory
+from streamadv.view import app
 from streamadv.view.serve import serving
 from tests.support import producing
 
@@ -124,6 +126,50 @@ async def test_what_a_rollout_says_runs_nowhere(page: Page, told: tuple[Lab, str
         await page.until("document.body.innerText.includes('<script>document.title')")
         assert await page.ask("document.title") != "taken"
         assert await page.ask("document.querySelectorAll('img, iframe').length") == 0
+
+
+async def test_a_panel_is_shown_and_runs_nothing(
+    page: Page, told: tuple[Lab, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(each: Trajectory) -> str:
+        return f"<p>rollout {each.rollout_index}</p><script>top.document.title='taken'</script>"
+
+    monkeypatch.setattr(app, "load_points", lambda group: {"board": render})
+    with serving(told[0].url, told[0].name, port=0) as address:
+        await page.open(f"{address}panel?id=sum-0-0&index=1&name=board")
+        await page.until("document.body.innerText.includes('rollout 1')")
+        assert await page.ask("document.title") == ""
+        page.faults.clear()  # the browser says that it runs no script there
+        await page.open(f"{address}tokens?id=sum-0-0&index=1")
+        await page.until("document.querySelector('iframe').contentDocument === null")
+        assert await page.ask("document.title") != "taken"
+        page.faults.clear()
+
+
+async def test_a_run_that_has_ended_says_so(page: Page, told: tuple[Lab, str]) -> None:
+    lab, address = told
+    lab.end()
+    await page.open(address)
+    await page.until("document.querySelector('#board .sentence').innerText.includes('The run has ended')")
+
+
+async def test_long_rollouts_are_drawn_where_one_looks(page: Page, told: tuple[Lab, str]) -> None:
+    lab, address = told
+    lab.push("long", [1.0, 0.0], tokens=4096)
+    await page.open(f"{address}tokens?id=long&index=0#t0-2000")
+    await page.until("document.querySelector('#tokens span.at')")
+    assert await page.ask("document.querySelectorAll('#tokens span').length") < 3000
+    await page.until("document.querySelector('#hover').innerText.includes('2000 of 4131')")
+
+
+async def test_a_bin_of_a_histogram_filters(page: Page, told: tuple[Lab, str]) -> None:
+    await page.open(f"{told[1]}groups?where=kept")
+    await page.ask(
+        "document.querySelector('.histogram a').dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+    )
+    await page.until("location.search.includes('low=0')")
+    await page.until("document.querySelector('table.rows a.open')")
+    assert set(await page.ask(TEXTS.format("table.rows .why"))) == {"all four rewards are 0"}
 
 
 async def test_the_server_goes_and_comes_back(page: Page, tmp_path: Path) -> None:

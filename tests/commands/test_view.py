@@ -19,6 +19,7 @@ pytest.importorskip("tokenizers")
 from streamadv import cli
 from streamadv.errors import SettingError
 from streamadv.store.embedded import EmbeddedServer
+from streamadv.view import app
 from streamadv.view.serve import serving
 from tests.browser.asked import SCREENS, ask, board
 from tests.browser.lab import HOSTILE, Lab, make_tokenizer
@@ -132,6 +133,26 @@ def test_an_address_that_is_none_is_refused_in_words(lab: Lab, path: str) -> Non
     assert "needs a number" in answer.text
 
 
+def test_a_package_brings_a_panel_that_stands_apart(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = {
+        "board": lambda each: f"<script>1</script><svg>{each.rollout_index}</svg>",
+        "broken": lambda each: each.rollout_index / 0,
+    }
+    monkeypatch.setattr(app, "load_points", {"streamadv.views": panels}.get)
+    with serving(lab.url, lab.name, port=0) as address:
+        page = Tags(ask(address, "/tokens?id=sum-0-0&index=1").text)
+        frames = [attributes for tag, attributes in page.tags if tag == "iframe"]
+        sandboxes = [(frame["title"], frame.get("sandbox", "none")) for frame in frames]
+        assert sandboxes == [("board", None), ("broken", None)]
+        shown, broken, gone = (
+            ask(address, f"/panel?id=sum-0-0&index=1&name={name}") for name in ("board", "broken", "no")
+        )
+    assert "<svg>1</svg>" in shown.text
+    assert shown.headers["Content-Security-Policy"].startswith("sandbox; default-src 'none'")
+    assert "ZeroDivisionError: division by zero" in broken.text
+    assert gone.status == 404
+
+
 def test_what_has_gone_is_said(lab: Lab) -> None:
     with serving(lab.url, lab.name, port=0) as address:
         answers = [ask(address, path) for path in ("/group?id=no", "/tokens?id=sum-0-0&index=9", "/nothing")]
@@ -183,6 +204,21 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(redis_url: str, run
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, "Traceback" in errors) == (130, False), errors
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_up_serves_it_to_its_commands(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "streamadv", "up", "--view", "--", sys.executable, "-c", "print('done')"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("DISPLAY", None)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "view http://127.0.0.1:" in done.stderr
 
 
 def test_a_wrong_tokenizer_is_an_error_at_once(run: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,9 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
     },
     "docs/how-to/install.md": {"pip install streamadv": "tests of installations do it with the built wheel"},
     "docs/tutorial.md": {INSTALL: "the same"},
+    "docs/how-to/view.md": {
+        "pip install 'streamadv[view]'": "it serves until Ctrl-C; tests/commands/test_view.py"
+    },
     "docs/demo.md": {
         'make demo ARGS="--metrics-port 9101"': "needs a Prometheus; tests/unit/demo compares its file with the ports"
     },
