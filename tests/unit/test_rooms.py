@@ -24,10 +24,7 @@ WITH_EXTRAS = (
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
     *("archive.rewind", "archive.compare"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
-    *(
-        f"gateway.{name}"
-        for name in ("asking", "dialects", "engines", "http", "server", "sessions", "tokens")
-    ),
+    *(f"gateway.{name}" for name in ("asking", "dialects", "engines", "http", "server", "tokens")),
 )
 #: The package's face may be used by what stands beside the pipeline, as any user would.
 USERS = ("processes", "demo", "cli")
