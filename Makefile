@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or newer, pip and make; everything else goes into .venv.
 PYTHON ?= python3
 VENV := .venv
-INTEGRATIONS := trl verifiers verl ray agents
+INTEGRATIONS := trl verifiers verl ray agents tinker
 # Those whose page has code that runs in the environment: verl's needs GPUs.
 WITH_PAGE := trl verifiers ray
 PAGES := tests/docs/test_pages.py::test_the_code_of_a_page_runs

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .producer.tickets import Ticket
     from .program import run_program
     from .prompts.prompts import Prompts
+    from .prompts.sources import Stream
     from .run.manifest import RunSettings
     from .settings import redis_url
     from .status.kept import kept
@@ -51,6 +52,7 @@ _HOMES = {
     "Scorer": "grouping.scorer",
     "Status": "trajectory.schema",
     "Step": "trajectory.schema",
+    "Stream": "prompts.sources",
     "Ticket": "producer.tickets",
     "TrainerQueue": "trainer.queue",
     "Trajectory": "trajectory.schema",
@@ -72,8 +74,8 @@ _COMPUTING = ("losses", "padded", "trainer.")
 
 __all__ = [
     "AsyncGroup", "AsyncProducer", "AsyncRollout", "Batch", "Column", "Connection", "Group", "Judge",
-    "MicroBatch", "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Ticket",
-    "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
+    "MicroBatch", "Producer", "Prompts", "Role", "Rollout", "Row", "RunSettings", "Scorer", "Status", "Step", "Stream",
+    "Ticket", "TrainerQueue", "Trajectory", "UnscoredTrajectory", "VersionCounter", "__version__",
     "algorithms", "errors", "estimator", "kept", "losses", "padded", "redis_url", "run_program", "weights",
 ]  # fmt: skip
 

@@ -25,6 +25,7 @@ EXTRAS: Final = {
     "orjson": "gateway",
     "transformers": "examples",
     "ray": "ray",
+    "tinker": "tinker",
     "accelerate": "trl",
     "trl": "trl",
     "verl": "verl",

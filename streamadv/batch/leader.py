@@ -267,10 +267,11 @@ class Leader(Session):
         # Servers that were replaced since the session began may have lost that a producer is alive.
         if clock.now() < self._may_end_from or not self.has_same_servers():
             return False
-        return not (self._prompts.has_begun and self._attendance.is_attended and self._prompts_are_left())
+        are_left = self._prompts.has_begun and self._prompts_are_left()
+        return not (are_left and self._attendance.is_attended)
 
     def _prompts_are_left(self) -> bool:
-        """Whether a living producer has prompts to play again. Called once no group is open."""
+        """Whether prompts are to be played again; what is in the weights is not. Called once no group is open."""
         self._candidates.read_on(ALL_GROUPS)
         named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
         waiting = [group.group_id for group in self._candidates]

@@ -20,8 +20,8 @@ def add_parser(subparsers: Any) -> None:
         help="writes what went by into Parquet files",
         description="Follows the groups that the run keeps (settings keep and keep_bytes), and writes them into whole "
         "files of FOLDER until a signal; started again it goes on where the files end. In a run with the setting "
-        "archive no group is missing, and none begins while too much waits to be written. `streamadv replay FOLDER` "
-        "pushes it again, `streamadv rewind --archive FOLDER` computes its batches.",
+        "archive no group is missing, and none begins while too much waits to be written. streamadv replay FOLDER "
+        "pushes it again, streamadv rewind --archive FOLDER computes its batches.",
     )
     parser.add_argument(
         "--to",

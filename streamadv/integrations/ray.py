@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, Self
 
 from ..errors import ProcessEndedError, SettingError
 from ..extras import require
-from ..messages import log_fields
+from ..messages import brief, log_fields
 from ..processes.machine import LOOK_S
 from ..processes.worker import Worker, worker_command
 from ..run import open_run
@@ -182,6 +182,26 @@ class Actors:
                 logger.warning("waiting for actors for %.0f s: %s", now - began, text, extra=fields)
             time.sleep(POLL_S)
 
+    def reduce(self, **stages: int) -> None:
+        """End the workers of a stage above so many, in order: `workers.reduce(advantage=1)`.
+
+        stages: `grouper`, `advantage` or a scorer's name. Raises SettingError for one that has no actors.
+        """
+        surplus: dict[str, Any] = {}
+        for stage, count in stages.items():
+            prefix = f"{self.run}:{stage}-"
+            own = {name: handle for name, handle in self._handles.items() if name.startswith(prefix)}
+            if not own or not isinstance(count, int) or count < 0:
+                known = sorted({_stage_of(self.run, name) for name in self._handles})
+                raise SettingError(
+                    f"reduce: {stage} is {brief(count)}, needs a whole number for one of the stages with actors: "
+                    f"{', '.join(known) or 'there are none'}"
+                )
+            surplus |= {name: each for name, each in own.items() if int(name.removeprefix(prefix)) >= count}
+        Actors(self.run, surplus, self._namespace).stop()
+        for name in surplus:
+            del self._handles[name]
+
     def stop(self, timeout_s: float = STOP_S) -> None:
         """End all workers in order, then the actors: what was in hand is finished, or given back at once.
 
@@ -218,7 +238,7 @@ def start(
     """Start actors for a run on the Ray cluster of this driver, and wait until their workers have joined the run.
 
     Actors that are there already, by their names, are used and not started: called again with more, it starts those
-    that are missing.
+    that are missing. With fewer it ends none, and says so: `reduce` does.
 
     Args:
         url: of the server, as every node reaches it; by default STREAMADV_REDIS_URL of this process, see
@@ -265,6 +285,8 @@ def start(
         for name, words, options in wanted
     }
     started = {name: handle for name, handle in handles.items() if name not in there}
+    more = _more_than_asked(run, there - handles.keys(), {_stage_of(run, name) for name in handles})
+    handles |= {name: ray.get_actor(name, namespace) for name in more}
     _first_handles.update({(namespace, name): handle for name, handle in started.items()})
     actors = Actors(run, handles, namespace)
     try:
@@ -276,6 +298,20 @@ def start(
     fields = log_fields("started", run=run, role="ray")
     logger.info("ready: %s on %s", ", ".join(handles), hide_password(url), extra=fields)
     return actors
+
+
+def _stage_of(run: str, name: str) -> str:
+    return name.removeprefix(f"{run}:").rpartition("-")[0]
+
+
+def _more_than_asked(run: str, names: set[str], stages: set[str]) -> list[str]:
+    """Those of `names` that are of the run and of a stage that is started; they are named in a warning."""
+    more = sorted(name for name in names if name.startswith(f"{run}:") and _stage_of(run, name) in stages)
+    if more:
+        fields = log_fields("more_actors", run=run, role="ray")
+        text = "%s were started before and go on: Actors.reduce ends workers of a stage above so many"
+        logger.warning(text, ", ".join(more), extra=fields)
+    return more
 
 
 def connect(run: str | None = None, *, namespace: str = NAMESPACE) -> Actors:
@@ -424,7 +460,7 @@ def _answer_of(name: str, call: Any, timeout_s: float) -> ActorHealth:
 def _check_commands(actors: Actors, wanted: Mapping[str, str]) -> None:
     """Raise SettingError for an actor that was there and does something else."""
     for each in actors.health():
-        if each.command and each.command != wanted[each.name]:
+        if each.command and each.command != wanted.get(each.name, each.command):
             raise SettingError(
                 f"actor {each.name} is there with `{each.command}`, not `{wanted[each.name]}`: "
                 f"stop it first, by connect({actors.run!r}).stop()"

@@ -151,6 +151,12 @@ def producer_pushed() -> None:
     _succeeded("producer")
 
 
+def rollout_replayed(seconds: float) -> None:
+    """A rollout has failed after so many seconds of play, and is played again."""
+    instruments.REPLAYED.inc()
+    instruments.REPLAYED_SECONDS.inc(max(0.0, seconds))
+
+
 def work_item_computed(
     advantages: Values | Sample,
     response_tokens: Values,

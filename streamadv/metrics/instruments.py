@@ -83,6 +83,7 @@ ALL_GROUPS: Final = CollectorRegistry()
 WORK_ITEMS: Final = CollectorRegistry()
 CORRECTIONS: Final = CollectorRegistry()
 BATCHES: Final = CollectorRegistry()
+PLAYS: Final = CollectorRegistry()
 GATEWAYS: Final = CollectorRegistry()
 
 #: What the process shows: its own figures, and the sets of its stages.
@@ -327,6 +328,18 @@ KL_COEFFICIENT: Final = Gauge(
     registry=None,
 )
 
+# Producers.
+REPLAYED: Final = _counter(
+    PLAYS,
+    "streamadv_rollouts_replayed",
+    "Rollouts that failed and were played again in their slots: `group.run(play, retries=n)`.",
+)
+REPLAYED_SECONDS: Final = _counter(
+    PLAYS,
+    "streamadv_rollouts_replayed_seconds",
+    "Seconds that the plays took which failed and were repeated.",
+)
+
 # Gateways.
 #: What agents speak.
 GATEWAY_DIALECTS: Final = ("chat", "completions", "messages", "responses")
@@ -404,7 +417,7 @@ EVENTS: Final[Mapping[str, Counter]] = {
 }
 
 _SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
-    "producer": (),
+    "producer": (PLAYS,),
     "grouper": (WORKERS, GROUPS_ENDED, ALL_GROUPS),
     "scorer": (WORKERS,),
     "advantage": (WORKERS, WORK_ITEMS, CORRECTIONS),

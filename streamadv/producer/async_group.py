@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from .. import tracing
+from .. import clock, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
@@ -120,18 +120,19 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
         super().__init__(slots, partial(AsyncRollout, producer, slots))
         self._producer = producer
 
-    async def run(self, play: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    async def run(self, play: Callable[..., Any], *args: Any, retries: int = 0, **kwargs: Any) -> list[Any]:
         """Await `play(rollout, *args, **kwargs)` for each rollout that has not ended, all at once.
 
         Returns what the calls returned, None for those that failed. An exception that `play` raises fails its rollout
         alone, and so does a record that `push` refuses (TrajectoryError), and returning without push or fail
-        (`not_pushed`); a call that somebody else cancels is a cancelled rollout. `failures` has the reasons.
+        (`not_pushed`); a call that somebody else cancels is a cancelled rollout. `failures` has the reasons. retries:
+        as in `Group.run`.
 
         Raises, after all rollouts have ended, any other error of streamadv, or an exception that all rollouts of the
         group (or three groups of one rollout in a row) raised at the same line. Cancellation cancels the calls and what
         has not ended.
         """
-        played = self._to_play()
+        played = self._to_play(retries)
         calls = [
             asyncio.create_task(self._play(rollout, outcome, partial(play, rollout, *args, **kwargs)))
             for rollout, outcome in played
@@ -155,22 +156,26 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
         return self._results(played)
 
     async def _play(self, rollout: AsyncRollout, outcome: Outcome, play: Callable[[], Any]) -> None:
-        rollout._start()
-        try:
-            with tracing.inside(self._slots.ticket.trace):
-                result = play()
-                if not inspect.isawaitable(result):
-                    raise SettingError(
-                        f"play has returned a {type(result).__name__}, needs to be a coroutine function"
-                    )
-                outcome.result = await result
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            outcome.error = error  # of something that play had awaited
-        except Exception as error:
-            outcome.error = error
+        is_due = True
+        while is_due:
+            rollout._start()
+            started = clock.now()
+            try:
+                with tracing.inside(self._slots.ticket.trace):
+                    result = play()
+                    if not inspect.isawaitable(result):
+                        raise SettingError(
+                            f"play has returned a {type(result).__name__}, needs to be a coroutine function"
+                        )
+                    outcome.result = await result
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                outcome.error = error  # of something that play had awaited
+            except Exception as error:
+                outcome.error = error
+            is_due = self._is_played_again(rollout, outcome, started)
         try:
             await self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
         except StreamadvError as error:

@@ -7,7 +7,8 @@ from functools import cached_property
 from types import EllipsisType
 from typing import Any, Final, Generic, TypeVar
 
-from ..errors import TrajectoryError
+from .. import clock
+from ..errors import SettingError, TrajectoryError
 from ..messages import brief
 from ..trajectory.schema import Row, Step
 from .checks import MAY_BE_NONE
@@ -133,9 +134,15 @@ class BaseGroup(Generic[R]):
     def __len__(self) -> int:
         return len(self._slots.indices)
 
-    def _to_play(self) -> list[tuple[R, Outcome]]:
+    def _to_play(self, retries: int) -> list[tuple[R, Outcome]]:
         """The rollouts that have not ended, with room for what becomes of each."""
-        return [(rollout, Outcome()) for rollout in self if not rollout.ended]
+        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+            raise SettingError(f"retries is {brief(retries)}, needs a whole number of at least 0")
+        return [(rollout, Outcome(retries=retries)) for rollout in self if not rollout.ended]
+
+    def _is_played_again(self, rollout: R, outcome: Outcome, started: float) -> bool:
+        """Whether a rollout that was played from `started` on has failed, and is played once more."""
+        return self._slots.is_played_again(rollout.rollout_index, outcome, clock.now() - started)
 
     def _results(self, played: Sequence[tuple[R, Outcome]]) -> list[Any]:
         """What the calls of `play` returned. Raises as `Failures.exception_to_raise` decides."""

@@ -44,6 +44,8 @@ class Outcome:
 
     result: Any = None
     error: BaseException | None = None
+    retries: int = 0
+    """How often it may be played again."""
 
 
 class Failures:

@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
-from .. import doors, tracing
+from .. import clock, doors, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..messages import brief
 from ..store.retry import RETRYABLE
@@ -136,14 +136,20 @@ class Group(BaseGroup[Rollout]):
         self._producer = producer
 
     def run(
-        self, play: Callable[..., Any], *args: Any, threads: int | None = None, **kwargs: Any
+        self,
+        play: Callable[..., Any],
+        *args: Any,
+        threads: int | None = None,
+        retries: int = 0,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call `play(rollout, *args, **kwargs)` for each rollout that has not ended, all at once in threads.
 
         threads: how many at a time (at most 64 by default; 1 = one after the other in this thread). Returns what the
         calls returned, None for those that failed. An exception that `play` raises fails its rollout alone, and so
         does a record that `push` refuses (TrajectoryError), and returning without push or fail (`not_pushed`);
-        `failures` has the reasons.
+        `failures` has the reasons. retries: how often such a rollout is played again first, with the newest version,
+        so that it does not cost its group; one that was pushed, or that `fail` has ended, has ended.
 
         Raises, after all rollouts have ended, any other error of streamadv, or an exception that all rollouts of the
         group (or three groups of one rollout in a row) raised at the same line. An interrupt cancels what has not
@@ -153,7 +159,7 @@ class Group(BaseGroup[Rollout]):
             raise SettingError("play is a coroutine function: run it with `async with Producer(...)`")
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise SettingError(f"threads is {brief(threads)}, needs a whole number of at least 1, or None")
-        played = self._to_play()
+        played = self._to_play(retries)
         waiting, stopped = deque(played), doors.Event()
 
         def work() -> None:
@@ -178,12 +184,16 @@ class Group(BaseGroup[Rollout]):
         return self._results(played)
 
     def _play(self, rollout: Rollout, outcome: Outcome, play: Callable[[], Any]) -> None:
-        rollout._start()
-        try:
-            with tracing.inside(self._slots.ticket.trace):
-                outcome.result = play()
-        except Exception as error:
-            outcome.error = error
+        is_due = True
+        while is_due:
+            rollout._start()
+            started = clock.now()
+            try:
+                with tracing.inside(self._slots.ticket.trace):
+                    outcome.result = play()
+            except Exception as error:
+                outcome.error = error
+            is_due = self._is_played_again(rollout, outcome, started)
         try:
             self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
         except StreamadvError as error:

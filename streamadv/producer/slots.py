@@ -8,7 +8,8 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, Self
 
-from ..errors import SettingError, TrajectoryError
+from .. import metrics
+from ..errors import SettingError, StreamadvError, TrajectoryError
 from ..messages import brief
 from ..trajectory.schema import Trajectory
 from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
@@ -94,9 +95,13 @@ class Slots:
         self.ended.update(indices)
         for index in result.indices:
             self.failures.setdefault(index, why or kind)
-            if note:  # without the group, so that the log can count what is alike
-                self.logic.failures.note((why or kind).replace(f"group {self.ticket.group_id}, ", ""))
+            if note:
+                self._note(why or kind)
         return result
+
+    def _note(self, why: str) -> None:
+        # Without the group, so that the log can count what is alike.
+        self.logic.failures.note(why.replace(f"group {self.ticket.group_id}, ", ""))
 
     def end_after_error(self, index: int, error: BaseException) -> Steps[PushResult]:
         """End the slot of a rollout that an exception has left."""
@@ -148,6 +153,21 @@ class Slots:
         if why == CANCELLED:
             return (yield from self.cancel_unfinished())
         return (yield from self.end(self.unfinished, "failed", f"its group was left by {why}"))
+
+    def is_played_again(self, index: int, outcome: Outcome, seconds: float) -> bool:
+        """Whether the slot is played once more; then the outcome of this play, which took so long, is forgotten."""
+        taken = index in self.ended or index in self.handed_out
+        if taken or not outcome.retries or self.logic.membership.is_in_vain(self.ticket):
+            return False
+        error = outcome.error
+        of_the_run = isinstance(error, StreamadvError) and not isinstance(error, TrajectoryError)
+        if of_the_run or not isinstance(error, Exception | None):
+            return False
+        why = NOT_PUSHED if error is None else describe(error)
+        self._note(f"{why}, played again")
+        metrics.rollout_replayed(seconds)
+        outcome.retries, outcome.error, outcome.result = outcome.retries - 1, None, None
+        return True
 
     def end_after_play(self, index: int, outcome: Outcome) -> Steps[PushResult]:
         """End the slot of a rollout that the user's function has left without ending it."""

@@ -3,8 +3,8 @@
 The prompts stay with the producers. The run holds, for each name, what `lua/prompts/` keeps in the home shard. In
 reading order:
 
-- `order.py`: the order in an epoch. `spec.py`: what all producers agree on, and the ids of the groups. `prompts.py`:
-  the data set that a user gives.
+- `order.py`: the order in an epoch. `spec.py`: what all producers agree on, and the ids of the groups. `sources.py`,
+  `prompts.py`: the data set that a user gives.
 - `steps.py`: lease a prompt, and carry the ends of groups home: steps without I/O, for producers and for the pipeline.
 - `stored.py`: what a run has of its prompts, as rank 0, groupers and observers read and change it.
 
@@ -15,5 +15,6 @@ group, once (`spec.identity`).
 """
 
 from .prompts import Prompts
+from .sources import Stream
 
-__all__ = ["Prompts"]
+__all__ = ["Prompts", "Stream"]

@@ -6,22 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..errors import SettingError
-from ..messages import brief
+from .sources import Source, Stream, source_of
 from .spec import PromptSet
 
 #: Prompts of a source that its fingerprint looks at, spread over it.
 SAMPLED: Final = 64
-
-
-class Source(Protocol):
-    """A list, a data set of Hugging Face, or anything else with a length and items by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Prompts:
@@ -31,7 +23,8 @@ class Prompts:
     refuses another length, other prompts or another setting under the same name.
 
     Args:
-        source: a sequence of prompts, or a mapping of names to some: then the names are the groups' `data_source`.
+        source: prompts by number (a list, a data set of Hugging Face, a table of Arrow or pandas), a `Stream`, or a
+            mapping of names to some: then the names are the groups' `data_source`.
         epochs: how often each prompt is played.
         shuffle: seed of the order, another in each epoch; None = in the order of the source.
         weights: of each source its share while all have prompts left; by default its length, so that all end at once.
@@ -42,7 +35,7 @@ class Prompts:
 
     def __init__(
         self,
-        source: Source | Mapping[str, Source],
+        source: Any,
         *,
         epochs: int = 1,
         shuffle: int | None = 0,
@@ -50,19 +43,16 @@ class Prompts:
         retries: int = 1,
         name: str = "train",
     ) -> None:
-        sources = dict(sorted(source.items())) if isinstance(source, Mapping) else {"": source}
-        for key, each in sources.items():
-            if isinstance(each, str | bytes) or not (
-                hasattr(each, "__len__") and hasattr(each, "__getitem__")
-            ):
-                raise SettingError(
-                    f"prompts: source {brief(key)} is {brief(each)}, needs a length and items by number: "
-                    "make a list of it"
-                )
+        named = dict(sorted(source.items())) if isinstance(source, Mapping) else {"": source}
+        sources = {key: source_of(key, given) for key, given in named.items()}
         lengths = {key: len(each) for key, each in sources.items()}
         self._sources: Sequence[Source] = list(sources.values())
         shares = lengths if weights is None else dict(sorted(weights.items()))
         self.set = PromptSet(name, lengths, epochs, shuffle, dict(shares), retries, "").checked()
+        if shuffle is not None and any(isinstance(each, Stream) for each in sources.values()):
+            raise SettingError(
+                f"prompts {name}: shuffle is {shuffle}, and a Stream is read in its order: use shuffle=None"
+            )
         self.set = replace(self.set, fingerprint=_fingerprint(sources))
 
     def __repr__(self) -> str:
@@ -82,11 +72,17 @@ def _fingerprint(sources: Mapping[str, Source]) -> str:
     """Of some prompts of each source: other data under the same lengths differ here."""
     digest = hashlib.blake2b(digest_size=8)
     for name, source in sources.items():
-        length = len(source)
-        for number in sorted({place * (length - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)}):
+        for number in _sampled(source):
             text = json.dumps(source[number], sort_keys=True, default=_kind)
             digest.update(f"{name} {number} {text}\n".encode(errors="replace"))
     return digest.hexdigest()
+
+
+def _sampled(source: Source) -> Sequence[int]:
+    length = len(source)
+    if isinstance(source, Stream):
+        return range(min(length, SAMPLED))
+    return sorted({place * (length - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)})
 
 
 def _kind(value: Any) -> str:

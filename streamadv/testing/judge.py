@@ -125,11 +125,12 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
         yield "P11: the run has no prompts"
         return
     stored = read(run, sets[0])
+    # A job that commits each batch begins anew from an older checkpoint, maybe after all producers have finished.
+    if pipeline.scene.each_batch and pipeline.jobs > 1:
+        return
     if not stored.is_over:
         yield f"P11: after the end {len(stored.entries)} prompts are begun, of {stored.following} {stored.entries}"
     trained = {prompt for prompt, _ in places}
-    if pipeline.scene.each_batch:
-        trained |= {identity(group_id) for group_id, _ in pipeline.trained if group_id != identity(group_id)}
     ends = Counter[str]()
     for counter, number in stored.counters.items():
         ends[counter.partition(":")[0].partition(" ")[0]] += number

@@ -221,6 +221,10 @@ class Connection(redis.connection.Connection):
             self._sock: Any = Socket(link, self.socket_timeout or math.inf)
             self._parser.on_connect(self)
 
+    def connect_check_health(self, *_: Any, **__: Any) -> None:
+        """Called for a command on a closed connection."""
+        self.connect()
+
     def disconnect(self, *_: Any, **__: Any) -> None:
         self._parser.on_disconnect()
         sock, self._sock = self._sock, None

@@ -161,6 +161,21 @@ def test_actors_that_are_there_are_used_if_they_do_the_same(redis_url: str, run:
         assert names == set(more.names)  # the other grouper is gone
 
 
+def test_workers_become_fewer(redis_url: str, run: str, caplog: pytest.LogCaptureFixture) -> None:
+    with start(redis_url, run, workers=3) as first:
+        fewer = start(redis_url, run, workers=1)
+        assert "were started before and go on: Actors.reduce" in caplog.text
+        assert sorted(fewer.names) == sorted(first.names)
+        with pytest.raises(SettingError, match=r"reduce: judge is 1, needs .* actors: advantage, grouper"):
+            fewer.reduce(judge=1)
+        worker = worker_of(of(fewer, "advantage-2").pid)
+        fewer.reduce(advantage=1)
+        assert [name.removeprefix(f"{run}:") for name in fewer.names] == ["grouper-0", "advantage-0"]
+        assert [each.state for each in fewer.health()] == ["ready", "ready"]
+        until(lambda: not runs(worker), "its worker has ended", DEADLINE_S)
+        assert sorted(connect(run).names) == sorted(fewer.names)
+
+
 def test_a_worker_that_refuses_to_start_is_told_and_leaves_nothing(redis_url: str, run: str) -> None:
     with pytest.raises(ProcessEndedError, match=r"advantage-0: .* status 1: .*no_such_module"):
         start(redis_url, run, modules=["no_such_module"])

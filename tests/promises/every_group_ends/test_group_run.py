@@ -21,6 +21,7 @@ from streamadv.errors import (
     SettingError,
     TrajectoryError,
 )
+from streamadv.metrics import instruments
 from streamadv.store.connection import Connection
 from tests.support import group_all, join, ledger, problems, producing
 
@@ -69,7 +70,7 @@ class Asyncio(Blocking):
                 for _ in range(groups):
                     async with producer.group(size) as group:
                         try:
-                            results: Any = await group.run(play, "r", suffix="!")
+                            results: Any = await group.run(play, "r", suffix="!", **self.options)
                         except Exception as error:
                             results = error
                     found.append((results, group.failures))
@@ -111,6 +112,78 @@ def test_an_error_of_the_environment_is_one_failed_rollout(player: Blocking) -> 
     found = ledger(joined)
     assert (found["pushed"], found["dropped"]) == (8, {"failed": 2, "incomplete": 6})
     assert problems(joined) == []
+
+
+def test_a_failed_rollout_is_played_again(player: Blocking, caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[int] = []
+
+    def plan(index: int) -> object:
+        tries.append(index)
+        done = tries.count(index)
+        if index == 1 and done < 3:
+            raise TimeoutError("the engine is slow")
+        if index == 2 and done == 1:
+            return {"reward": float("nan")}  # refused
+        return {} if index != 0 or done > 1 else False  # not pushed
+
+    player.options["retries"] = 2
+    before = instruments.REPLAYED._value.get()
+    with caplog.at_level(logging.WARNING, "streamadv.producer.failures"):
+        [(results, failures)] = player.play(4, plan)
+    assert results == [f"r{index}!" for index in range(4)]
+    assert failures == {}
+    assert sorted(tries) == [0, 0, 1, 1, 1, 2, 2, 3]
+    assert instruments.REPLAYED._value.get() == before + 4
+    assert sum(int(count) for count in re.findall(r"(\d+) x .*?, played again", caplog.text)) == 4
+    joined = join(player.url, player.run)
+    assert group_all(joined) == ["complete"]
+    assert problems(joined) == []
+
+
+def test_a_rollout_that_fails_at_each_try_fails(player: Blocking) -> None:
+    tries: list[int] = []
+
+    def plan(index: int) -> None:
+        tries.append(index)
+        if index == 0:
+            raise TimeoutError(f"the engine is slow: {len(tries)}")
+
+    player.options["retries"] = 2
+    [(results, failures)] = player.play(2, plan)
+    assert results == [None, "r1!"]
+    assert list(failures) == [0]
+    assert tries.count(0) == 3
+    assert group_all(join(player.url, player.run)) == ["incomplete"]
+
+
+def test_what_has_ended_is_not_played_again(fake: Connection) -> None:
+    played: list[int] = []
+
+    def play(rollout: sa.Rollout) -> None:
+        played.append(rollout.rollout_index)
+        if rollout.rollout_index == 0:
+            rollout.fail(detail="no use")
+        elif rollout.rollout_index == 1:
+            rollout.push(**COLUMNS)
+            raise TimeoutError("too late")
+        else:
+            rollout.ticket.to_json()
+            raise TimeoutError("somebody else plays it")
+
+    with producing(fake, "r") as producer, producer.group(3) as group:
+        group.run(play, retries=5, threads=1)
+        group.cancel(indices=[2])
+    assert played == [0, 1, 2]
+
+
+@pytest.mark.parametrize("retries", [-1, 1.5, True])
+def test_retries_are_a_whole_number(fake: Connection, retries: Any) -> None:
+    with (
+        producing(fake, "r") as producer,
+        producer.group(1) as group,
+        pytest.raises(SettingError, match="retries"),
+    ):
+        group.run(lambda rollout: rollout.push(**COLUMNS), retries=retries)
 
 
 def test_failures_are_told_summed_up(player: Blocking, caplog: pytest.LogCaptureFixture) -> None:

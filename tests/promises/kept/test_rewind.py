@@ -86,7 +86,10 @@ def test_every_preset_gives_the_same_bits(redis_url: str, run: str, rewound: Rew
 
 
 def test_all_estimators_are_among_them() -> None:
-    assert {*estimator_names()} - OWN == {build_chain(name).config.estimator for name in CHAINS}
+    given = {
+        name for name in estimator_names() if not get_estimator(name).function.__module__.startswith("tests.")
+    }
+    assert given == {build_chain(name).config.estimator for name in CHAINS}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

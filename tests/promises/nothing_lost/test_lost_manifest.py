@@ -205,6 +205,7 @@ def test_whoever_knows_another_value_stops(redis_url: str, run: str, name: str) 
         "keep_bytes": (5, "6"),
         "keep": ({"trained": 0.5}, '{"trained": 0.1}'),
         "tokenizer": ("a", '"b"'),
+        "archive": (True, "false"),
         "batch_groups": (8, "16"),
         "max_staleness": (1, "2"),
     }
@@ -284,6 +285,7 @@ def test_every_setting_given_later_reaches_who_is_running(redis_url: str, run: s
         "keep_bytes": 5,
         "keep": {"trained": 0.5, "dropped": 0.2, "eval": 1.0, "dead": 1.0},
         "tokenizer": "a",
+        "archive": True,
         "batch_groups": 8,
         "max_staleness": 1,
     }

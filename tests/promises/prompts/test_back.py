@@ -16,8 +16,9 @@ from streamadv.prompts.spec import identity
 from streamadv.prompts.stored import Stored, carry_ends, check_requeue, give_back_of_lost
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead, requeue
+from streamadv.run.heartbeats import Attendance
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import delivered_batch, group_all, heartbeat, join, problems
+from tests.support import delivered_batch, group_all, heartbeat, join, next_batch, problems
 
 from .test_once import COUNT, SIZE, prompts, record, stored
 
@@ -198,3 +199,23 @@ def test_another_try_of_a_trained_prompt_is_dropped(redis_url: str, run: str) ->
         assert joined.counters()["dropped:repeated"] == SIZE
         assert stored(joined).counters == {"trained 1 0": 1}
         assert not problems(joined)
+
+
+def test_what_is_in_the_weights_ends_though_nobody_plays_any_more(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that has lost a commit holds the group once more, in part: it expires after all producers have left."""
+    joined = join(redis_url, run)
+    with queue_of(redis_url, run) as queue:
+        with sa.Producer(redis_url, run) as producer:
+            groups = producer.prompts(prompts(epochs=1), SIZE)
+            play(groups, COUNT)
+            train(queue, joined, (COUNT + 1) // 2)
+            queue.commit(queue.state_dict())
+            assert next(groups, None) is None
+            home = joined.keys.home
+            joined.connection.scripts.hset(home.prompt_entries("train"), "1 0", "1 1 -")
+            joined.connection.scripts.zadd(home.prompt_again("train"), {"1 0": 0})
+        monkeypatch.setattr(Attendance, "is_attended", False)  # as half a minute later
+        assert next_batch(queue, joined) is None
+    assert stored(joined).is_over
