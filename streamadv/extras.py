@@ -33,11 +33,14 @@ EXTRAS: Final = {
     "opentelemetry.sdk": "otel",
     "lupa": "testing",
     "pyarrow": "archive",
+    "jinja2": "view",
     "tokenizers": "view",
 }
 
 #: Packages that whatever computes needs.
 TO_COMPUTE: Final = ("torch", "numba")
+#: Packages that the page of `streamadv view` needs.
+TO_VIEW: Final = ("aiohttp", "jinja2")
 
 
 def remedy(*packages: str) -> str:

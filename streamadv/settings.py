@@ -23,8 +23,15 @@ from .store.keys import check_run_name
 from .store.urls import hide_password
 
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
-#: Passwords of the users that `config acl` makes, and what signs keys of the gateway: see `credentials.secret_from`.
-SECRETS: Final = ("PRODUCER_PASSWORD", "PIPELINE_PASSWORD", "OBSERVER_PASSWORD", "GATEWAY_SECRET")
+#: Passwords of the users that `config acl` makes and of the page of `view`, and what signs keys of the gateway: see
+#: `credentials.secret_from`.
+SECRETS: Final = (
+    "PRODUCER_PASSWORD",
+    "PIPELINE_PASSWORD",
+    "OBSERVER_PASSWORD",
+    "VIEW_PASSWORD",
+    "GATEWAY_SECRET",
+)
 
 #: The run of a process that is given none.
 DEFAULT_RUN: Final = "default"

@@ -30,7 +30,7 @@ from .parser import SEPARATOR, CommandParser, seconds, split_commands
 
 COMMANDS: Final = (
     "demo", "server", "up", "worker", "gateway", "exporter", "replay", "consume", "compute", "evals", "prompts",
-    "status", "show", "archive", "rewind", "dead", "runs", "schema", "config", "bench",
+    "status", "show", "view", "archive", "rewind", "dead", "runs", "schema", "config", "bench",
 )  # fmt: skip
 #: Commands that move trajectories, and record traces if the environment asks for it.
 TRACED: Final = ("worker", "replay", "consume")

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 from pydantic_core import to_json
 
 from ..errors import StreamadvError
 from ..messages import printable
 from ..run import Run
-from ..run.payloads import fetch_columns
-from ..status.kept import trajectories_of
+from ..status.kept import read_trajectories
 from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
+from ..status.turns import advantage_range, turns_of
 from ..status.why import why
-from ..trajectory.schema import Row, Trajectory
+from ..trajectory.schema import Trajectory
 from ..units import counted
+from ..view.texts import Ids, open_tokenizer
 from . import add_one_shot_options, joined
 from .parser import count_or_none
-from .tokens import Decode, open_tokenizer
 
 COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
 #: Width of a column at most; a longer text moves the rest of its line.
@@ -62,16 +61,15 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.group is None:
             _list_groups(run, arguments)
             return 0
-        decode = open_tokenizer(arguments.tokenizer, run.manifest.tokenizer)
+        texts = open_tokenizer(arguments.tokenizer, run.manifest.tokenizer)
         group, index = _named(run, arguments.group)
-        packets = fetch_columns(run, group.packets, None, header=True)
-        found = trajectories_of(group, packets, why(group, run.manifest))
+        found = read_trajectories(run, group)
         trajectories = [each for each in found if index in (None, each.rollout_index)]
         if arguments.json:
             for each in trajectories:
                 print(to_json(each.to_json(), inf_nan_mode="constants").decode())
         else:
-            _print_group(run, group, index, trajectories, decode)
+            _print_group(run, group, index, trajectories, texts)
     return 0
 
 
@@ -151,7 +149,7 @@ def _as_json(run: Run, group: SeenGroup) -> dict[str, Any]:
 
 
 def _print_group(
-    run: Run, group: SeenGroup, index: int | None, trajectories: Sequence[Trajectory], decode: Decode
+    run: Run, group: SeenGroup, index: int | None, trajectories: Sequence[Trajectory], texts: Ids
 ) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -173,9 +171,10 @@ def _print_group(
         text = _head(trajectory, member.rollout_index in group.counting)
         console.print(Text("\n" + printable(text), style="bold"))
         for number, row in enumerate(trajectory.rows):
-            for label, ids, style in _turns(trajectory, number, row, len(trajectory.rows) > 1):
-                console.print(Text(printable(label), style="cyan"))
-                console.print(Text(decode(ids), style=style))
+            for turn in turns_of(trajectory, number, row):
+                console.print(Text(printable(f"{turn.label}:"), style="cyan"))
+                text = texts.decode(row.input_ids[turn.start : turn.stop].tolist())
+                console.print(Text(text, style="dim" if turn.kind == "result" else ""))
     if group.problem:
         console.print(Text(printable(f"\nnot readable: {group.problem}"), style="bold"))
 
@@ -195,30 +194,7 @@ def _head(trajectory: Trajectory, counts: bool) -> str:
 
 
 def _advantage(trajectory: Trajectory) -> list[str]:
-    rows = [row for row in trajectory.rows if row.advantages is not None]
-    values = (
-        np.concatenate([row.columns["advantages"][row.response_mask > 0] for row in rows]) if rows else rows
-    )
-    if not len(values):
+    if (found := advantage_range(trajectory)) is None:
         return []
-    low, high = float(min(values)), float(max(values))
+    low, high = found
     return [f"advantage {low:.4g}" if low == high else f"advantages {low:.4g} to {high:.4g}"]
-
-
-def _turns(
-    trajectory: Trajectory, number: int, row: Row, names_row: bool
-) -> Iterator[tuple[str, list[int], str]]:
-    """Label, tokens and style of each stretch of a row: what the policy said, and what it read in between."""
-    edges = np.flatnonzero(np.diff(row.response_mask)) + 1
-    rewards = {step.start: step.reward for step in trajectory.steps if step.row == number}
-    answers, where = 0, f"row {number}{f' ({row.agent})' if row.agent else ''}, " if names_row else ""
-    for start, stop in zip([0, *edges], [*edges, len(row)], strict=True):
-        ids = row.input_ids[start:stop].tolist()
-        if row.response_mask[start]:
-            answers += 1
-            reward = f", reward {rewards[start]:g}" if rewards.get(start) else ""
-            yield f"{where}answer {answers}{reward}:", ids, ""
-        elif start == 0:
-            yield f"{where}prompt:", ids, ""
-        else:
-            yield f"{where}result:", ids, "dim"

@@ -54,11 +54,16 @@ def kept(
         found = find_run(connection, run_name(run))
         for group in read_groups_at(found, where):
             if outcome in (None, group.outcome) and batch in (None, group.batch):
-                fetched = fetch_columns(found, group.packets, None, header=True)
-                yield from trajectories_of(group, fetched, why(group, found.manifest))
+                yield from read_trajectories(found, group)
     finally:
         if connection is not url:
             connection.close()
+
+
+def read_trajectories(run: Run, group: SeenGroup) -> Iterator[Trajectory]:
+    """The trajectories of a group of this run, as `trajectories_of` has them."""
+    packets = fetch_columns(run, group.packets, None, header=True)
+    return trajectories_of(group, packets, why(group, run.manifest))
 
 
 def trajectories_of(

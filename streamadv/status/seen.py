@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ..errors import WireError
 from ..grouping.groups_log import StoredColumns, payload_lines
@@ -64,6 +64,21 @@ class SeenGroup:
     results: Sequence[Numbers] = ()
     problem: str | None = None
     """Why its data cannot be read."""
+    entry: str = ""
+    """Of a waiting or kept group: its entry in the log."""
+
+
+class Place(Protocol):
+    """Where a group was seen."""
+
+    @property
+    def where(self) -> Where: ...
+    @property
+    def shard(self) -> int: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def group_id(self) -> str: ...
 
 
 def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
@@ -71,6 +86,23 @@ def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
     readers = {"open": _read_open, "waiting": _read_waiting, "kept": _read_kept, "dead": _read_dead}
     for shard in run.shards:
         yield from readers[where](shard)
+
+
+def read_kept_since(shard: Shard, after: str) -> tuple[str | None, Iterator[SeenGroup]]:
+    """The oldest kept entry of a shard, None without any; and the groups that were kept after the entry `after`."""
+    first: Any = shard.connection.scripts.xrange(shard.keys.kept, "-", "+", 1)
+    new = (entry.seen() for entry in kept_entries(shard, f"({after}" if after else "-"))
+    return (first[0][0].decode() if first else None), new
+
+
+def read_again(run: Run, group: Place) -> SeenGroup | None:
+    """The group of this place as it is now; wherever it is once it has left this place."""
+    shard = run.shards[group.shard]
+    if group.where == "kept":
+        page: Any = shard.connection.scripts.xrange(shard.keys.kept, group.entry, group.entry, 1)
+        if page:
+            return KeptEntry(shard.index, group.entry, page[0][1]).seen()
+    return find_group(run, group.group_id)
 
 
 def find_group(run: Run, group_id: str) -> SeenGroup | None:
@@ -194,6 +226,7 @@ def _seen(shard: int, where: Where, fields: Fields, entry: str = "") -> SeenGrou
         ended_ms=as_int(entry.partition("-")[0]),
         round=_text(fields.get(b"round")),
         detail=as_text(fields.get(b"detail", b""), 2000),
+        entry=entry,
     )
     if b"naming" in fields:
         k, _, drop_after = as_text(fields[b"naming"]).partition(" ")

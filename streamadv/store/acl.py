@@ -58,7 +58,7 @@ PRODUCER: Final = Role(
         "session": "hget",
         "prompts": "hget hsetnx",
         "prompt_ends": "xrange",
-        "prompt_state": "hget hincrby hset",
+        "prompt_state": "hget hincrby hset hsetnx",
         "prompt_entries": "hdel hget hgetall hlen hset",
         "prompt_again": "zadd zrange zrem",
         "prompt_given_up": "zadd zcard zrange zrem",

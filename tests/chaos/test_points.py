@@ -16,10 +16,13 @@ from .scenario import World
 from .victim import FETCH_PUBLISH, SAVE_COMMIT, script_names
 
 #: Scripts that a thread calls, or that need a death, garbage, a second rank, several shards, a run without scorers, a
-#: chain that fails on every group, or a server that lost recent writes.
+#: chain that fails on every group, a server that lost recent writes, a gateway, an archive, or prompts, which have
+#: tests of deaths of their own.
 ELSEWHERE = {
     "abandon", "ahead", "apply_scores", "attempt", "attend", "discard", "forget_producers", "leave_out",
     "note_failure", "reclaim", "reject", "unapply_batch", "unname_batch", "withdraw",
+    "turn", "share", "archived",
+    "describe_prompts", "end_prompts", "lease_prompt", "leave_prompts", "read_prompt_ends", "set_back_prompts",
 }  # fmt: skip
 
 

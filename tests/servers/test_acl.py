@@ -21,6 +21,7 @@ from streamadv import cli
 from streamadv.errors import NoBatchError, NotPermittedError
 from streamadv.gateway.turns import Store
 from streamadv.producer import Producer
+from streamadv.prompts import Prompts
 from streamadv.run import consumer as streams
 from streamadv.run import find_run, open_run
 from streamadv.run.malformed import list_malformed
@@ -198,6 +199,19 @@ def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(empty: Guarded) -
             producer._announcements.wait(run.keys.home.admission, b"", 30.0)  # the trainer has taken the run
             producer.finish()
         run.connection.close()
+    empty.admin.flushall()
+    with producing(empty.url("producer"), RUN) as producer:
+        run, groups = join(empty.url("pipeline"), RUN), producer.prompts(Prompts(["a", "b"]), 1)
+        for _ in range(4):  # each of two prompts fails twice
+            with empty.watch(used):
+                _, group = next(groups)
+                group.cancel(1)
+            group_all(run)
+        with empty.watch(used):
+            assert next(groups, None) is None
+        run.connection.close()
+    used.add(("hgetall", "prompt_entries"))  # after a lost reply
+    used |= {("zrange", "prompt_given_up"), ("zrem", "prompt_given_up")}  # above a thousand of them
     assert sorted(keyed(used) ^ rules(acl.PRODUCER)) == []
 
 
@@ -251,6 +265,7 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
     empty: Guarded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with producing(empty.server.url, RUN, {"scorers": ("s",)}) as producer:
+        next(iter(producer.prompts(Prompts(["a"]), 1)))[1].cancel(1)
         push_groups(producer, 2)
         producer.push([unscored("waits", 0)])
         run = join(empty.server.url, RUN)
@@ -282,6 +297,8 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
             ["dead", "list"],
             ["dead", "show", "g0000"],
             ["evals"],
+            ["prompts", "list"],
+            ["prompts", "show"],
             ["show"],
             ["show", "g0000"],
             ["runs", "show"],
@@ -299,6 +316,24 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
     assert dump(empty) == before
     assert cli.main(["runs", "create", "--dead-bytes", "8", "--redis", empty.url("pipeline")]) == 0
     run.connection.close()
+
+
+def test_an_observer_can_view(empty: Guarded, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("tokenizers")
+    from streamadv.view.serve import serving
+    from tests.browser.asked import SCREENS, ask, board
+    from tests.browser.lab import Lab, make_tokenizer
+
+    with Lab(empty.server.url, RUN, make_tokenizer(tmp_path)).working() as lab:
+        lab.tell()
+    before = dump(empty)
+    used: set[tuple[str, str]] = set()
+    with empty.watch(used), serving(empty.url("observer"), RUN, port=0) as address:
+        assert {ask(address, path).status for path in SCREENS} == {200}
+        assert "balanced" in board(address, "flow")
+    assert sorted(keyed(used) - rules(acl.OBSERVER)) == []
+    assert dump(empty) == before
 
 
 def dump(guarded: Guarded) -> dict[bytes, Any]:

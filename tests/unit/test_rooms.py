@@ -15,8 +15,8 @@ import pytest
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
     "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "prompts", "producer",
-    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "trainer", "processes",
-    "integrations", "gateway", "demo", "cli", "testing",
+    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "view", "trainer",
+    "processes", "integrations", "gateway", "demo", "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where an extra is installed; all others are imported without.
 WITH_EXTRAS = (
@@ -24,7 +24,15 @@ WITH_EXTRAS = (
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
     *("archive.rewind", "archive.compare"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
+<<<<<<< HEAD
     *(f"gateway.{name}" for name in ("asking", "dialects", "engines", "http", "server", "tokens")),
+=======
+    *("view.app", "view.pages", "view.serve"),
+    *(
+        f"gateway.{name}"
+        for name in ("asking", "dialects", "engines", "http", "server", "sessions", "tokens")
+    ),
+>>>>>>> main
 )
 #: The package's face may be used by what stands beside the pipeline, as any user would.
 USERS = ("processes", "demo", "cli")

@@ -1,0 +1,300 @@
+"""The addresses of the page, who may ask for them, and the readers that answer. Nothing here writes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from aiohttp import web
+
+from ..errors import SettingError, StreamadvError
+from ..run import Run, find_run
+from ..status.kept import read_trajectories
+from ..status.turns import advantage_range
+from ..status.why import why
+from ..store.connection import Connection
+from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
+from .board import Board
+from .book import PAGE, Book, Choice, facets, histogram
+from .pages import FOLDER, environment
+from .rollouts import MAX_MEMBERS, batch_view, batches_of, find, side_by_side, tokens_of
+from .texts import Ids, open_tokenizer
+
+#: Seconds between two readings of the board, and until a server that says nothing is away.
+READ_S: Final = 1.0
+REPLY_S: Final = 10.0
+#: Seconds that a wrong password costs.
+WRONG_S: Final = 0.5
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+
+
+class AwayError(Exception):
+    """The run cannot be read now; the text says why."""
+
+
+class Desk:
+    """A run that one thread reads, with what it remembers."""
+
+    def __init__(self, url: str, name: str, tokenizer: str | None) -> None:
+        self._connection = Connection(url, reply_timeout=REPLY_S)
+        self._name, self._tokenizer = name, tokenizer
+        self._run: Run | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run. Raises SettingError while it does not exist."""
+        if self._run is None:
+            self._run = run = find_run(self._connection, self._name)
+            self.board, self.book = Board(run), Book(run)
+            self.texts: Ids = open_tokenizer(self._tokenizer, run.manifest.tokenizer)
+        return self._run
+
+    def ask(self, question: Callable[[Desk], T]) -> T:
+        """The answer. Raises AwayError."""
+        try:
+            assert self.run is not None
+            return question(self)
+        except RETRYABLE as error:
+            raise AwayError(server_reason(error).line(None)) from None
+        except SettingError as error:  # the run is not there, or no longer
+            self._run = None
+            raise AwayError(str(error)) from None
+        except (StreamadvError, *SERVER_ERRORS) as error:
+            raise AwayError(str(error)) from None
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Reader:
+    """A desk in a thread of its own."""
+
+    def __init__(self, url: str, name: str, tokenizer: str | None) -> None:
+        self._desk = Desk(url, name, tokenizer)
+        self._thread = ThreadPoolExecutor(1, "view")
+
+    async def ask(self, question: Callable[[Desk], T]) -> T:
+        """The answer. Raises AwayError."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._desk.ask, question)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._desk.close()
+
+
+class Screens:
+    """Handlers of all addresses."""
+
+    def __init__(self, url: str, run: str, tokenizer: str | None) -> None:
+        self._name = run
+        self._now, self._rows = Reader(url, run, tokenizer), Reader(url, run, tokenizer)
+        self._pages = environment()
+        self._reading: asyncio.Task[str] | None = None
+        self._read_at = float("-inf")
+        self.ends = asyncio.Event()
+
+    def close(self) -> None:
+        self._now.close()
+        self._rows.close()
+
+    def _page(self, template: str, status: int = 200, **values: Any) -> web.Response:
+        text = self._pages.get_template(template).render(run=self._name, **values)
+        return web.Response(text=text, content_type="text/html", status=status)
+
+    async def flow(self, request: web.Request) -> web.Response:
+        return self._page("flow.html", title="Flow")
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """The board, once a second, as server-sent events."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
+        await response.prepare(request)
+        with suppress(ConnectionError):
+            while not self.ends.is_set():
+                try:
+                    kind, text = "flow", await self._board()
+                except AwayError as error:
+                    kind, text = "away", str(error)
+                await response.write(f"event: {kind}\ndata: {json.dumps(text)}\nretry: 1000\n\n".encode())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.ends.wait(), READ_S)
+        return response
+
+    async def _board(self) -> str:
+        """The newest reading, which all who look share."""
+        now = asyncio.get_running_loop().time()
+        if self._reading is None or (self._reading.done() and now - self._read_at >= READ_S * 0.9):
+            self._read_at = now
+            self._reading = asyncio.ensure_future(self._read())
+        return await asyncio.shield(self._reading)
+
+    async def _read(self) -> str:
+        board = await self._now.ask(lambda desk: desk.board.read())
+        return self._pages.get_template("board.html").render(run=self._name, **board)
+
+    async def groups(self, request: web.Request) -> web.Response:
+        choice = _choice(request)
+        lines = await self._rows.ask(lambda desk: desk.book.lines())
+        chosen = [line for line in lines if choice.has(line)]
+        means = [reward for line in lines for reward in line.known]
+        pages = max(1, -(-len(chosen) // PAGE))
+        page = min(choice.page, pages)
+        return self._page(
+            "groups.html",
+            title="Groups",
+            choice=choice,
+            total=len(lines),
+            count=len(chosen),
+            lines=chosen[(page - 1) * PAGE : page * PAGE],
+            page=page,
+            pages=pages,
+            facets=facets(lines, choice),
+            low=min(means, default=0.0),
+            high=max(means, default=0.0),
+            rewards=histogram([line.mean for line in chosen]),
+            lengths=histogram([line.length for line in chosen]),
+        )
+
+    async def group(self, request: web.Request) -> web.Response:
+        group_id, start = request.query.get("id", ""), _whole(request, "from", 0)
+
+        def question(desk: Desk) -> dict[str, Any] | None:
+            group = find(desk.run, desk.book.lines(), group_id)
+            if group is None:
+                return None
+            side = side_by_side(desk.run, group, desk.texts, start)
+            return {"group": group, "side": side, "why": why(group, desk.run.manifest)}
+
+        if (found := await self._rows.ask(question)) is None:
+            return self._gone(group_id)
+        return self._page("group.html", title=group_id, start=start, most=MAX_MEMBERS, **found)
+
+    async def tokens(self, request: web.Request) -> web.Response:
+        group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
+
+        def question(desk: Desk) -> dict[str, Any] | None:
+            group = find(desk.run, desk.book.lines(), group_id)
+            for each in () if group is None else read_trajectories(desk.run, group):
+                if each.rollout_index == index:
+                    indices = [member.rollout_index for member in group.members] if group else []
+                    return {"rollout": each, "advantages": advantage_range(each), "indices": indices}
+            return None
+
+        if (found := await self._rows.ask(question)) is None:
+            return self._gone(group_id, index)
+        return self._page("tokens.html", title=f"{group_id}/{index}", group_id=group_id, index=index, **found)
+
+    async def columns(self, request: web.Request) -> web.Response:
+        """The tokens of a rollout with all their columns, as JSON."""
+        group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
+
+        def question(desk: Desk) -> dict[str, Any] | None:
+            group = find(desk.run, desk.book.lines(), group_id)
+            for each in () if group is None else read_trajectories(desk.run, group):
+                if each.rollout_index == index:
+                    return tokens_of(each, desk.texts)
+            return None
+
+        if (found := await self._rows.ask(question)) is None:
+            raise web.HTTPNotFound(text=f"no rollout {index} of group {group_id!r}")
+        response = web.json_response(found)
+        response.enable_compression()
+        return response
+
+    async def batch(self, request: web.Request) -> web.Response:
+        asked = _whole(request, "k", -1)
+
+        def question(desk: Desk) -> dict[str, Any]:
+            lines = desk.book.lines()
+            known = batches_of(lines)
+            k = asked if asked >= 0 or not known else max(known)
+            shown = batch_view(desk.run, lines, k, desk.texts) if k >= 0 else None
+            rewards = [reward for line in lines for reward in line.known]
+            low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+            return {"known": known, "batch": shown, "low": low, "high": high}
+
+        return self._page("batch.html", title="Batch", **await self._rows.ask(question))
+
+    def _gone(self, group_id: str, index: int | None = None) -> web.Response:
+        return self._page("gone.html", status=404, title="Gone", group_id=group_id, index=index)
+
+    @web.middleware
+    async def when_away(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A page that says why nothing can be shown, and asks again."""
+        try:
+            return await handler(request)
+        except AwayError as error:
+            return self._page("away.html", status=503, title="Away", message=str(error))
+
+
+def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | None) -> web.Application:
+    """The application. hosts: what a browser may call this machine; None: anything."""
+    expected = b"Basic " + base64.b64encode(f"view:{password}".encode())
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            await admit(request)
+            response = await handler(request)
+        except web.HTTPException as refusal:
+            refusal.headers.update(HEADERS)
+            raise
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    async def admit(request: web.Request) -> None:
+        if hosts is not None and (request.url.host or "") not in hosts:
+            # Another name that leads here is how a page of somebody else would read this one.
+            raise web.HTTPForbidden(text=f"this page is at {', '.join(sorted(hosts))}")
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if password is not None and not hmac.compare_digest(given, expected):
+            await asyncio.sleep(WRONG_S if given else 0)
+            asks = {"WWW-Authenticate": 'Basic realm="streamadv view", charset="UTF-8"'}
+            raise web.HTTPUnauthorized(text="user view, and the password", headers=asks)
+
+    app = web.Application(middlewares=[guard, screens.when_away])
+    app.router.add_get("/", screens.flow)
+    app.router.add_get("/events", screens.events)
+    app.router.add_get("/groups", screens.groups)
+    app.router.add_get("/group", screens.group)
+    app.router.add_get("/tokens", screens.tokens)
+    app.router.add_get("/tokens.json", screens.columns)
+    app.router.add_get("/batch", screens.batch)
+    app.router.add_static("/static", FOLDER / "static")
+
+    async def on_shutdown(_: web.Application) -> None:
+        screens.ends.set()
+
+    app.on_shutdown.append(on_shutdown)
+    return app
+
+
+def _choice(request: web.Request) -> Choice:
+    try:
+        return Choice.of(request.query)
+    except SettingError as error:
+        raise web.HTTPBadRequest(text=str(error)) from None
+
+
+def _whole(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, "") or str(default)
+    try:
+        return int(text)
+    except ValueError:
+        raise web.HTTPBadRequest(text=f"{name} is {text[:60]!r}, needs a number") from None

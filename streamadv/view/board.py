@@ -1,0 +1,189 @@
+"""The board: the whole run at one moment, as boxes from producers to commits, with who waits for what."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+from .. import clock
+from ..run import Run
+from ..status import Status, read_status
+from ..status.causes import ordinary_wait, reasons_of, unsaved
+from ..store.reasons import Reason
+from ..units import counted, seconds_text
+
+#: Readings that rates and curves are made of.
+HISTORY: Final = 240
+#: Seconds that a rate is measured over.
+RATE_S: Final = 5.0
+#: Where the cause of a wait is. All others concern the server, or every box.
+AT: Final = {
+    **dict.fromkeys(
+        ("no_producer", "producers_idle", "pacing", "max_bytes", "batch_over_budget"), "producers"
+    ),
+    **dict.fromkeys(("no_grouper", "no_scorer", "backlog", "stream_end"), "rollouts"),
+    **dict.fromkeys(("incomplete_groups", "missing_scores", "ended_short", "groups_coming"), "open"),
+    **dict.fromkeys(("filtered", "stale", "rolled_back", "dead"), "waiting"),
+    **dict.fromkeys(("no_advantage_worker", "failing_chain", "unknown_estimator", "computing"), "batches"),
+    **dict.fromkeys(("no_trainer", "unmarked", "other_rank"), "trainer"),
+    "uncommitted": "committed",
+}
+#: Waits that are in the course of things.
+ORDINARY: Final = frozenset({"pacing", "groups_coming", "computing"})
+State = Literal["idle", "flowing", "waiting", "stuck"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One place of the diagram. link: words of the address that has its rows."""
+
+    name: str
+    title: str
+    count: int
+    link: str
+    words: dict[str, str]
+    notes: list[str]
+    rate: float | None = None
+    unit: str = ""
+    state: State = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters at one moment."""
+
+    at: float
+    pushed: int
+    grouped: int
+    batches: int
+    version: int
+    trained: int
+
+
+@dataclass(slots=True)
+class Board:
+    """What the screen shows, from reading to reading. Belongs to one thread."""
+
+    run: Run
+    history: deque[Reading] = field(default_factory=lambda: deque(maxlen=HISTORY))
+
+    def read(self) -> dict[str, Any]:
+        """The run now, for the template."""
+        self.run.refresh()
+        status = read_status(self.run)
+        self.history.append(_reading(status))
+        reasons = [reason for reason in (*reasons_of(status), unsaved(status)) if reason]
+        if not reasons and status.trainer.state == "waits" and not status.trainer.finished:
+            reasons = [ordinary_wait(status)]
+        return {
+            "status": status,
+            "boxes": self._boxes(status, reasons),
+            "reasons": [(reason, AT.get(reason.name), reason.remedy(status.run)) for reason in reasons],
+            "curves": [
+                ("rollouts pushed a second", self._curve("pushed")),
+                ("rollouts committed a second", self._curve("trained")),
+            ],
+            "ignored": self.run.manifest.ignored,
+            "ordinary": ORDINARY,
+        }
+
+    def _boxes(self, status: Status, reasons: Sequence[Reason]) -> list[Box]:
+        places, trainer, groups, ledger = status.places, status.trainer, status.groups, status.ledger
+        producers = [producer.state for producer in status.producers]
+        work = status.streams["work"]
+        boxes = [
+            Box("producers", "producers", producers.count("open"), "#people", {}, _lost(producers)),
+            Box("rollouts", "rollouts pushed", places.rollouts + places.scoring, "/groups", {"where": "open"},
+                _ages(status, "rollouts"), self._rate("pushed"), "pushed"),
+            Box("open", "open groups", groups.open, "/groups", {"where": "open"}, _lack(status),
+                self._rate("grouped"), "ended"),
+            Box("waiting", "groups for a batch", status.groups_waiting, "/groups", {"where": "waiting"},
+                _staleness(status)),
+            Box("batches", "named batches", max(0, trainer.untrained), "/batch", {},
+                [f"{counted(work.length, 'work item')} left", *_ages(status, "work")], self._rate("batches"), "named"),
+            Box("trainer", "policy version", trainer.version or 0, "/batch", {}, [_doing(status)],
+                self._rate("version"), "updates"),
+            Box("committed", "rollouts committed", ledger.trained, "/groups", {"outcome": "trained"},
+                [f"{counted(trainer.uncommitted, 'batch', 'batches')} trained and not committed"],
+                self._rate("trained"), "committed"),
+        ]  # fmt: skip
+        stuck = {AT.get(reason.name) for reason in reasons if reason.name not in ORDINARY}
+        waits = {AT.get(reason.name) for reason in reasons}
+        for number, box in enumerate(boxes):
+            state: State = "idle"
+            if box.name in stuck:
+                state = "stuck"
+            elif box.rate or (box.name == "producers" and boxes[1].rate):
+                state = "flowing"
+            elif box.name in waits or (box.count and box.name in ("rollouts", "open", "waiting", "batches")):
+                state = "waiting"
+            boxes[number] = replace(box, state=state)
+        return boxes
+
+    def _rate(self, name: str) -> float | None:
+        """Events a second lately; None before the second reading."""
+        newest = self.history[-1]
+        before = [reading for reading in self.history if newest.at - reading.at <= RATE_S]
+        if len(before) < 2:
+            return None
+        change = getattr(newest, name) - getattr(before[0], name)
+        return max(0.0, float(change)) / (newest.at - before[0].at)
+
+    def _curve(self, name: str) -> list[float]:
+        return [
+            max(0.0, getattr(new, name) - getattr(old, name)) / max(1e-3, new.at - old.at)
+            for old, new in pairwise(self.history)
+        ]
+
+
+def _reading(status: Status) -> Reading:
+    ledger, trainer = status.ledger, status.trainer
+    return Reading(
+        clock.now(),
+        ledger.pushed,
+        sum(status.groups.outcomes.values()),
+        (trainer.version or 0) + max(0, trainer.untrained),
+        trainer.version or 0,
+        ledger.trained,
+    )
+
+
+def _lost(producers: Sequence[str]) -> list[str]:
+    finished, lost = producers.count("finished"), producers.count("lost")
+    return [f"{finished} finished"] * bool(finished) + [f"{lost} lost"] * bool(lost)
+
+
+def _ages(status: Status, stream: str) -> list[str]:
+    age_s = status.streams[stream].oldest_age_s
+    return [] if age_s is None else [f"the oldest for {seconds_text(age_s)}"]
+
+
+def _lack(status: Status) -> list[str]:
+    lack = status.groups.lack
+    notes = [f"lack {counted(lack.rollouts, 'rollout')}"] * bool(lack.rollouts)
+    notes += [f"lack {counted(lack.scores, 'score')}"] * bool(lack.scores)
+    return notes + ([] if lack.oldest_s is None else [f"the oldest for {seconds_text(lack.oldest_s)}"])
+
+
+def _staleness(status: Status) -> list[str]:
+    staleness = status.staleness
+    return [] if staleness.mean is None else [f"staleness {staleness.mean:.1f}, at most {staleness.max}"]
+
+
+def _doing(status: Status) -> str:
+    trainer = status.trainer
+    if trainer.finished:
+        return "the run has ended"
+    heard = "" if trainer.silent_s is None else f" for {seconds_text(trainer.silent_s)}"
+    words = {
+        "none": "no trainer has taken the run",
+        "waits": f"waits for batch {trainer.version}",
+        "trains": f"trains on batch {trainer.batch}",
+        "lost": f"silent{heard}",
+        "left": "has left",
+        "ended": "has seen the end",
+    }
+    return words[trainer.state]

@@ -1,0 +1,252 @@
+"""What the screens of a group, of tokens and of a batch show: rollouts with their text and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ..run import Run
+from ..status.kept import read_trajectories
+from ..status.seen import SeenGroup, find_group, read_again
+from ..status.turns import Turn, advantage_range, turns_of
+from ..trajectory.columns import LOG_PROBS, Array
+from ..trajectory.schema import Row, Trajectory
+from .book import Line, histogram
+from .texts import Ids
+
+#: Characters of a turn that the screen of a group shows.
+MAX_TEXT: Final = 4000
+#: Rollouts side by side.
+MAX_MEMBERS: Final = 16
+#: Groups of a batch whose tokens are read for its distribution, and tokens named at each end of it.
+MAX_GROUPS: Final = 32
+EXTREMES: Final = 3
+#: Columns whose sign matters, and those whose values are names. The others go from low to high.
+DIVERGING: Final = frozenset(
+    {"advantages", "raw_advantages", "returns", "log_ratio", "token_level_rewards", "values"}
+)
+NAMED: Final = frozenset({"response_mask", "versions", "step", "turn"})
+#: Significant digits of a value that is sent.
+DIGITS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A turn with its text: as it is before the first difference, the token there, and what follows."""
+
+    turn: Turn
+    before: str
+    mark: str
+    after: str
+    is_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rollout in a column of its own."""
+
+    trajectory: Trajectory
+    counts: bool
+    advantages: tuple[float, float] | None
+    texts: list[Text]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A group side by side. prompt: where all rollouts begin with the same one."""
+
+    prompt: Text | None
+    members: list[Member]
+    gone: list[int]  # rollouts whose data is gone or cannot be read
+    more: int  # rollouts that are not shown
+
+
+def find(run: Run, lines: Sequence[Line], group_id: str) -> SeenGroup | None:
+    """The group of this id, by its line in the book if it has one."""
+    line = next((line for line in lines if line.group_id == group_id), None)
+    return find_group(run, group_id) if line is None else read_again(run, line)
+
+
+def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side:
+    """The rollouts of a group from `start` on, with the first difference of each marked."""
+    found = sorted(read_trajectories(run, group), key=lambda each: each.rollout_index)
+    there = {each.rollout_index for each in found}
+    shown = found[start : start + MAX_MEMBERS]
+    ids = [each.rows[0].input_ids for each in shown]
+    alike = _alike([_first_turn(each) for each in shown])
+    members = []
+    for number, each in enumerate(shown):
+        other = ids[0 if number else min(1, len(ids) - 1)]
+        differs = _first_difference(ids[number], other)
+        turns = [turn for row_number, row in enumerate(each.rows) for turn in turns_of(each, row_number, row)]
+        columns = [_text(each.rows[turn.row], turn, texts, differs) for turn in turns[alike:]]
+        counts = each.rollout_index in group.counting
+        members.append(Member(each, counts, advantage_range(each), columns))
+    prompt = None
+    if alike:
+        prompt = _text(shown[0].rows[0], next(turns_of(shown[0], 0, shown[0].rows[0])), texts, None)
+    gone = [member.rollout_index for member in group.members if member.rollout_index not in there]
+    return Side(prompt, members, gone, max(0, len(found) - start - len(shown)))
+
+
+def _first_turn(trajectory: Trajectory) -> Array:
+    row = trajectory.rows[0]
+    turn = next(turns_of(trajectory, 0, row))
+    return row.input_ids[: turn.stop] if turn.kind == "prompt" else row.input_ids[:0]
+
+
+def _alike(prompts: Sequence[Array]) -> bool:
+    return bool(prompts) and len(prompts[0]) > 0 and all(np.array_equal(prompts[0], each) for each in prompts)
+
+
+def _first_difference(ids: Array, other: Array) -> int | None:
+    """The first token that the other has not; None where they are equal as far as `ids` goes."""
+    common = min(len(ids), len(other))
+    different = np.flatnonzero(ids[:common] != other[:common])
+    if len(different):
+        return int(different[0])
+    return common if len(ids) > common else None
+
+
+def _text(row: Row, turn: Turn, texts: Ids, differs: int | None) -> Text:
+    ids = row.input_ids[turn.start : turn.stop].tolist()
+    if differs is None or turn.row or not turn.start <= differs < turn.stop:
+        text = texts.decode(ids)
+        return Text(turn, text[:MAX_TEXT], "", "", len(text) > MAX_TEXT)
+    pieces, at = texts.pieces(ids), differs - turn.start
+    before, after = "".join(pieces[:at]), "".join(pieces[at + 1 :])
+    is_cut = max(len(before), len(after)) > MAX_TEXT
+    return Text(turn, before[-MAX_TEXT:], pieces[at], after[:MAX_TEXT], is_cut)
+
+
+# Tokens
+
+
+def tokens_of(trajectory: Trajectory, texts: Ids) -> dict[str, Any]:
+    """The tokens of a rollout row by row, with a value for each in every column."""
+    rows = []
+    for number, row in enumerate(trajectory.rows):
+        ids, columns = row.input_ids.tolist(), dict(_columns(trajectory, number, row))
+        rows.append(
+            {
+                "agent": row.agent or "",
+                "reward": row.reward,
+                "ids": ids,
+                "text": texts.pieces(ids),
+                "columns": {name: _rounded(values) for name, values in columns.items()},
+            }
+        )
+    names = list(dict.fromkeys(name for row in rows for name in row["columns"]))
+    kinds = {
+        name: "diverging" if name in DIVERGING else "named" if name in NAMED else "rising" for name in names
+    }
+    return {"rows": rows, "kinds": kinds}
+
+
+def _columns(trajectory: Trajectory, number: int, row: Row) -> Iterator[tuple[str, Array]]:
+    known = {name: values for name, values in row.columns.items() if name != "input_ids"}
+    for first in ("advantages", "response_mask"):
+        if first in known:
+            yield first, known.pop(first)
+    if "old_log_probs" in known and "rollout_log_probs" in known:
+        yield "log_ratio", known["old_log_probs"] - known["rollout_log_probs"]
+    yield from sorted(known.items(), key=lambda column: column[0] not in LOG_PROBS)
+    yield "turn", _spans(len(row), ((turn.start, turn.stop) for turn in turns_of(trajectory, number, row)))
+    steps = [(step.start, step.end) for step in trajectory.steps if step.row == number]
+    if steps:
+        yield "step", _spans(len(row), steps)
+    for name, column in row.extras.items():
+        if column.per_token and column.data.ndim == 1:
+            yield name, column.data
+
+
+def _spans(length: int, spans: Any) -> Array:
+    numbers = np.full(length, -1, np.int32)
+    for number, (start, stop) in enumerate(spans):
+        numbers[start:stop] = number
+    return numbers
+
+
+def _rounded(values: Array) -> list[Any]:
+    if values.dtype.kind != "f":
+        found: list[Any] = values.tolist()
+        return found
+    return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values.tolist()]
+
+
+# Batches
+
+
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """A token with a very high or very low advantage."""
+
+    group_id: str
+    index: int
+    row: int
+    token: int
+    text: str
+    advantage: float
+
+
+def batches_of(lines: Sequence[Line]) -> dict[int, float | None]:
+    """Mean reward of the groups in the book, by batch."""
+    by_batch: dict[int, list[float]] = {}
+    for line in lines:
+        if line.batch is not None:
+            by_batch.setdefault(line.batch, []).extend(line.known)
+    return {k: sum(rewards) / len(rewards) if rewards else None for k, rewards in sorted(by_batch.items())}
+
+
+def batch_view(run: Run, lines: Sequence[Line], k: int, texts: Ids) -> dict[str, Any]:
+    """Batch k as far as its groups can be looked at."""
+    members = [line for line in lines if line.batch == k]
+    rewards = [reward for line in members for reward in line.known]
+    record: dict[str, Any] = {}
+    values, extremes = list[float](), list[Extreme]()
+    for line in members[:MAX_GROUPS]:
+        group = read_again(run, line)
+        if group is None:
+            continue
+        record = dict(group.record) or record
+        for each in read_trajectories(run, group):
+            for number, row in enumerate(each.rows):
+                if row.advantages is None:
+                    continue
+                trained = np.flatnonzero(row.response_mask)
+                found = row.columns["advantages"][trained]
+                values += found.tolist()
+                order = np.argsort(found, kind="stable")
+                for at in dict.fromkeys([*order[:EXTREMES].tolist(), *order[-EXTREMES:].tolist()]):
+                    token = int(trained[at])
+                    piece = texts.decode([int(row.input_ids[token])])
+                    extremes.append(
+                        Extreme(line.group_id, each.rollout_index, number, token, piece, float(found[at]))
+                    )
+    extremes.sort(key=lambda extreme: extreme.advantage)
+    stale = [k - line.versions[0] for line in members if line.versions]
+    lengths = [line.length for line in members if line.length is not None]
+    return {
+        "k": k,
+        "members": members,
+        "dropped": [line for line in lines if line.named_for == k],
+        "figures": {
+            "groups to look at": len(members),
+            "rollouts": sum(len(line.rewards) for line in members),
+            "tokens": sum(line.tokens for line in members),
+            "tokens a rollout": sum(lengths) / len(lengths) if lengths else None,
+            "mean reward": sum(rewards) / len(rewards) if rewards else None,
+            "deviation of rewards": float(np.std(rewards)) if rewards else None,
+            "mean staleness": sum(stale) / len(stale) if stale else None,
+            "greatest staleness": max(stale, default=None),
+            "tokens with advantage 0": f"{np.mean(np.array(values) == 0):.1%}" if values else None,
+        },
+        "chain": record.get("chain"),
+        "rewards": histogram(rewards),
+        "advantages": histogram(values),
+        "punished": [extreme for extreme in extremes[:EXTREMES] if extreme.advantage < 0],
+        "rewarded": [extreme for extreme in extremes[: -EXTREMES - 1 : -1] if extreme.advantage > 0],
+    }

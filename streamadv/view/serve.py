@@ -1,0 +1,96 @@
+"""The server of the page: in a thread, at an address that others reach only with a password."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from aiohttp import web
+
+from ..errors import SettingError
+from ..store.credentials import secret_from
+from .app import Screens, make_app
+
+HOST: Final = "127.0.0.1"
+#: The port unless one is given; a free one where it is taken.
+PORT: Final = 8450
+#: Seconds that open requests have at the end.
+END_S: Final = 0.5
+
+
+@contextmanager
+def serving(
+    url: str, run: str, *, host: str = HOST, port: int | None = None, tokenizer: str | None = None
+) -> Iterator[str]:
+    """Serve the page of a run; yields its address. The run, and its server, may come later.
+
+    Raises SettingError for a host of others without STREAMADV_VIEW_PASSWORD, or a port that is taken.
+    """
+    password = secret_from("VIEW_PASSWORD", os.environ)
+    if password is None and not _is_own(host):
+        raise SettingError(
+            f"--host {host} shows rollouts to others: set STREAMADV_VIEW_PASSWORD or STREAMADV_VIEW_PASSWORD_FILE, or "
+            f"leave --host out and use `ssh -L {port or PORT}:127.0.0.1:{port or PORT}`"
+        )
+    listening = _listen(host, port)
+    bound = listening.getsockname()[1]
+    hosts = None if password else frozenset({"127.0.0.1", "localhost", "::1", host})
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    over: list[asyncio.Event] = []
+
+    async def serve() -> None:
+        over.append(asyncio.Event())
+        screens = Screens(url, run, tokenizer)
+        runner = web.AppRunner(make_app(screens, password, hosts), access_log=None, shutdown_timeout=END_S)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+        ready.set()
+        await over[0].wait()
+        await runner.cleanup()
+        await loop.run_in_executor(None, screens.close)
+
+    thread = threading.Thread(target=lambda: _run(loop, serve(), ready), name="view", daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
+    finally:
+        if over and not loop.is_closed():
+            loop.call_soon_threadsafe(over[0].set)
+        thread.join()
+
+
+def _run(loop: asyncio.AbstractEventLoop, main: object, ready: threading.Event) -> None:
+    try:
+        loop.run_until_complete(main)  # type: ignore[arg-type]
+    finally:
+        ready.set()  # whoever waits for a server that cannot begin
+        loop.close()
+
+
+def _is_own(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for wanted in (PORT, 0) if port is None else (port,):
+        try:
+            return socket.create_server((host, wanted), family=family)
+        except OSError as error:
+            if wanted and port is None:
+                continue  # taken: a free one
+            raise SettingError(
+                f"--host {host} --port {wanted}: {error.strerror or error}, give another one"
+            ) from None
+    raise AssertionError("a free port")
