@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .. import clock
 from ..errors import StreamadvError
@@ -21,10 +21,12 @@ from ..producer.tickets import Ticket
 from ..trajectory.members import STEP
 from ..trajectory.schema import MAX_ROWS, MAX_STEPS
 from . import figures
-from .engines import Engine
 from .options import Options
 from .refusals import RefusedError, over
 from .turns import Store, Turn, pack, unpack
+
+if TYPE_CHECKING:
+    from .engines import Engine  # needs aiohttp, rollouts do not
 
 logger = logging.getLogger(__name__)
 

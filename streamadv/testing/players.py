@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..errors import Busy, GroupEndedError, RunEndedError, StreamadvError, TrajectoryError
+from ..gateway.options import Options
+from ..gateway.refusals import RefusedError
+from ..gateway.sessions import Session, Sessions
+from ..gateway.turns import Turn
+from ..integrations.engines import Completion
 from ..trajectory.schema import Trajectory, parse_trajectory
-from .scene import SLOW_S, Group, Life
+from .scene import SLOW_S, Group, Life, Violation
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -17,6 +23,9 @@ if TYPE_CHECKING:
 
 #: Of one operation that nobody paces.
 MOST_GROUPS: Final = 8
+Answer = TypeVar("Answer")
+#: Of an agent at a gateway.
+TURNS: Final = 3
 #: Columns of some groups.
 IMAGE: Final = {"image": [[1, 2], [3, 4]]}
 
@@ -191,6 +200,8 @@ class Blocking(_Play):
                 else:
                     self._played(group, rollout, 0.1)
 
+    do_turns = do_group  # a gateway is an asyncio producer
+
     def do_later(self) -> None:
         """Another pause, in which heartbeats and heavy faults may come."""
         self.world.sleep(5.0)
@@ -252,6 +263,55 @@ class Asyncio(_Play):
 
     async def do_group(self) -> None:
         await self._whole(self.pipeline.plan_group(self.prefix))
+
+    async def do_turns(self) -> None:
+        """Agents play by turns that a gateway keeps."""
+        if self.pipeline.scene.needs:
+            return await self.do_push()
+        group = self.pipeline.plan_group(self.prefix, whole=False)
+        begun = await self.producer.begin_group(2, group_id=group.id)
+        options = Options(("http://engine",), idle_s=group.deadline_s)
+        sessions = Sessions(self.producer, options, lambda _: None)
+        await asyncio.gather(*(self._turns(group, sessions, rollout.ticket) for rollout in begun))
+
+    async def _turns(self, group: Group, sessions: Sessions, ticket: Any) -> None:
+        said, session = [ticket.rollout_index], None
+        for number in range(TURNS):
+            await asyncio.sleep(self.plays / TURNS)
+            sampled = Completion(said, [100 + number, 200 + number], [-1.0, -2.0], "stop")
+            turn = Turn([sampled], digest=str(number))
+            session = await self._until_answered(partial(self._turn, sessions, ticket, turn))
+            if session is None:
+                return
+            said = [*said, *sampled.token_ids]
+        reward = self.reward or {"reward": float(ticket.rollout_index)}
+        ended = await self._until_answered(partial(sessions.end, ticket, reward))
+        if ended is None or ended["ended"] != "pushed":
+            return
+        # Another row is of an agent that an earlier life of the producer had let play.
+        if session is not None and said not in session.episode.rows:
+            raise Violation(f"P12: an agent has seen {said}, pushed were {session.episode.rows}")
+        if ticket.rollout_index < group.size:
+            self.noted(group, [ended["result"]], ticket.rollout_index)
+
+    async def _turn(self, sessions: Sessions, ticket: Any, turn: Turn) -> Session:
+        session = await sessions.get(ticket)
+        await sessions.commit(session, turn)
+        return session
+
+    async def _until_answered(self, ask: Callable[[], Awaitable[Answer]]) -> Answer | None:
+        """As a client does: again while the gateway says so. None if the rollout is over."""
+        while True:
+            try:
+                return await ask()
+            except RefusedError as error:
+                if error.status == 410:
+                    return None
+                if error.status != 503:
+                    raise
+            except Busy:  # the gateway makes 503 of it
+                pass
+            await asyncio.sleep(1.0)
 
     async def do_slow(self) -> None:
         await self._whole(self.pipeline.plan_group(self.prefix, deadline_s=SLOW_S), deadline_s=SLOW_S)

@@ -18,7 +18,7 @@ Place = tuple[str, int]
 
 OPERATIONS: Final = (
     "push", "push", "push", "single", "many", "group", "run", "groups", "slow", "fail", "cancel", "eval", "later",
-    "touch", "score", "bare",
+    "touch", "score", "bare", "turns",
 )  # fmt: skip
 
 

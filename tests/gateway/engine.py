@@ -48,9 +48,13 @@ class Engine(FakeEngine):
         self.drifts = False  # its template writes answers otherwise than they were sampled
         self.versions: list[tuple[int, float]] = []  # version, share of an answer that it samples
         self.hides = 0  # ids that its parser swallows
+        self.dies = 0  # answers that it breaks off
 
     def sample(self, prompt: Sequence[int], limit: int | None) -> tuple[str, list[int], list[float], str]:
         found = super().sample(prompt, limit)
+        if self.dies:
+            self.dies -= 1
+            raise ConnectionResetError("the engine dies")
         self.said.append((list(prompt), found[1], found[2]))
         return found
 

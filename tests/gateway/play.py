@@ -111,7 +111,7 @@ def pushed(redis_url: str, run: str) -> dict[str, Rows]:
     """Of the groups that have ended in their fullness: '<group>/<index>' -> what was pushed."""
     joined = open_run(Connection(redis_url), run)
     group_all(joined)
-    assert problems(joined) == []
+    assert not (found := problems(joined)), found
     found = {}
     for group in read_log(joined, 0, "0-0", 1000):
         for fetched in fetch_columns(joined, group.packets, None, header=True):

@@ -1,4 +1,4 @@
-"""kill -9 of the gateway, while agents play: what they have seen is in the run, once, and nothing else of theirs."""
+"""Gateway, server and engine are killed while agents play: the run has what they have seen, once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,9 +16,10 @@ import pytest
 
 from streamadv.gateway import Keys
 from streamadv.store.addresses import free_port
-from tests.unit.integrations.fake_engine import END, serving
+from streamadv.store.embedded import EmbeddedServer
+from tests.unit.integrations.fake_engine import END, FakeEngine, serving
 
-from .engine import talkative
+from .engine import Engine, talkative
 from .play import pushed
 
 pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.slow]
@@ -77,7 +79,7 @@ async def until_answered(http: aiohttp.ClientSession, url: str, key: str, body: 
 
 
 async def play(
-    http: aiohttp.ClientSession, rollout: dict[str, Any], turned: asyncio.Queue[None]
+    http: aiohttp.ClientSession, rollout: dict[str, Any], turned: asyncio.Queue[None], may_end: asyncio.Event
 ) -> list[str]:
     messages, heard = [], []
     for number in range(TURNS):
@@ -87,6 +89,7 @@ async def play(
         messages.append(answer["choices"][0]["message"])
         heard.append(str(answer["choices"][0]["message"]["content"]))
         turned.put_nowait(None)
+    await may_end.wait()
     ended = await until_answered(
         http, rollout["end_url"], rollout["close_key"], {"reward": float(rollout["index"])}
     )
@@ -96,26 +99,81 @@ async def play(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_turns_outlive_their_gateway(redis_url: str, run: str, number: int) -> None:
-    with serving(talkative()) as engine:
-        process = Process(redis_url, run, "--engine", engine.url, "--mode", "chat")
+    async def stop(process: Process) -> None:
+        status = await process.stop(number)
+        assert status == (0 if number == signal.SIGTERM else -number)
+        await process.start()
+
+    await check_kills(redis_url, run, stop)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_turns_outlive_the_server(tmp_path: Path, run: str, forgets: bool) -> None:
+    """One that forgets is told them again by the gateway."""
+    with EmbeddedServer(None if forgets else tmp_path / "data", appendfsync="always") as server:
+
+        async def stop(process: Process) -> None:
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+
+        # What was pushed to a server that forgets comes again from its producer for some seconds: no end before a kill.
+        await check_kills(server.url, run, stop, ends_last=forgets)
+
+
+async def test_turns_outlive_server_and_gateway_at_once(tmp_path: Path, run: str) -> None:
+    with EmbeddedServer(tmp_path / "data", appendfsync="always") as server:
+
+        async def stop(process: Process) -> None:
+            await process.stop(signal.SIGKILL)
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+            await process.start()
+
+        await check_kills(server.url, run, stop)
+
+
+async def test_turns_outlive_their_engine(redis_url: str, run: str) -> None:
+    """It dies in the middle of answers: nothing of them counts."""
+
+    async def stop(process: Process) -> None:
+        engine.dies = 2
+
+    engine = talkative()
+    assert isinstance(engine, Engine)
+    await check_kills(redis_url, run, stop, engine)
+
+
+async def check_kills(
+    redis_url: str,
+    run: str,
+    kill: Callable[[Process], Awaitable[None]],
+    engine: FakeEngine | None = None,
+    ends_last: bool = False,
+) -> None:
+    """Agents play while something is killed: what they have heard is what was pushed, as the engine said it."""
+    with serving(engine or talkative()) as serves:
+        process = Process(redis_url, run, "--engine", serves.url, "--mode", "chat")
         turned: asyncio.Queue[None] = asyncio.Queue()
+        may_end = asyncio.Event()
+        if not ends_last:
+            may_end.set()
         async with running(process), aiohttp.ClientSession() as http:
             key = Keys.from_environment().sign("operator", run, None)
             begun = await until_answered(http, f"{process.url}/v1/groups", key, {"size": SIZE})
-            players = [asyncio.create_task(play(http, one, turned)) for one in begun["rollouts"]]
+            players = [asyncio.create_task(play(http, one, turned, may_end)) for one in begun["rollouts"]]
             for _ in range(3):
                 for _ in range(4):
                     await turned.get()
-                status = await process.stop(number)
-                assert status == (0 if number == signal.SIGTERM else -number)
-                await process.start()
+                await kill(process)
+            may_end.set()
             heard = await asyncio.gather(*players)
     found = pushed(redis_url, run)
-    wire = {tuple(ids): logs for _, ids, logs in engine.said}
+    assert isinstance(serves, Engine)
+    wire = {tuple(ids): logs for _, ids, logs in serves.said}
     assert len(found) == SIZE
     for name, rows in found.items():
-        ((ids, logs),) = rows.sampled
         answers = heard[int(name.rpartition("/")[2])]
+        ((ids, logs),) = rows.sampled
         assert ids == [token for text in answers for token in [*text.encode(), END]]
         said = [wire[*text.encode(), END] for text in answers]
         assert logs == [log for part in said for log in part]

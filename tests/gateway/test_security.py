@@ -90,6 +90,8 @@ async def test_bodies_are_bounded(redis_url: str, run: str, monkeypatch: pytest.
                 b'"x"',
                 b'{"messages": 5}',
                 b'{"messages": [5]}',
+                b'{"messages": [{"role": "user", "content": [5]}]}',
+                b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]}',
                 b"[" * 100_000,
             ):
                 async with gateway.http.post(url, data=text, headers=headers) as refused:

@@ -14,7 +14,7 @@ from streamadv.gateway.turns import Store
 from streamadv.producer.tickets import Ticket
 from streamadv.run import open_run
 from streamadv.store.connection import Connection
-from tests.support import deep_problems, group_all
+from tests.support import deep_problems, group_all, problems
 
 
 class Playing:
@@ -126,14 +126,16 @@ def test_a_group_that_the_server_has_lost_opens_again_with_its_turns(redis_url: 
 
     async def test(rollout: Playing, _: Any) -> None:
         await rollout.append(0, b"one")
-        for pattern in ("*:group:*", "*:open", "*:ledger"):
+        for pattern in ("*:group:*", "*:open", "*:ledger", "*:sizes"):
             server.scripts.delete(*server.scripts.scan_iter(match=pattern))
         assert await rollout.read() == ("none", [])
         assert await rollout.append(1, b"two") == ("lost", [0])
+        assert problems(open_run(server, run)) == []
         assert await rollout.append(0, b"one", b"two") == ("ok", [])
         assert await rollout.read() == ("turns", [b"sums", b"", b"one", b"two"])
         elsewhere = Playing(rollout.producer, replace(rollout.ticket, rollout_index=7))
         assert (await elsewhere.append(0, b"one"))[0] == "ended"  # no such slot
+        assert problems(open_run(server, run)) == []
 
     play(redis_url, run, test)
 

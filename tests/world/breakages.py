@@ -17,6 +17,13 @@ LUA: Final = "streamadv/lua"
 # Lines of code are as long as they are.
 # ruff: noqa: E501
 MUTANTS: Final[dict[str, Mutant]] = {
+    # Turns of a gateway
+    "a group that opens again without taking a turn is not written": Mutant(
+        f"{LUA}/group/turn.lua", "save_group(group)  -- also", "if reply[1] ~= 'lost' then save_group(group) end  -- also"
+    ),
+    "turns stay when their slot has ended": Mutant(
+        f"{LUA}/group/push.lua", "group.turned and packet.text or ''", "''"
+    ),
     # Dedupe and groups
     "a push fills a slot twice": Mutant(
         f"{LUA}/group/push.lua",

@@ -12,6 +12,11 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages: needs a list of objects")
+    for message in messages:
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else ():
+            if "text" not in part:  # what a row has no tokens of cannot be trained on
+                raise ValueError(f"messages: content of type {part.get('type')} is not supported, use text")
     return body
 
 

@@ -62,7 +62,6 @@ local function append(group)
   change(group, 'turns:' .. slot, string.format('%d %d', count + appended, bytes))
   if not group.turned then change(group, 'turned', '1') end
   play(group, producer)
-  save_group(group)
   move_deadline()
   return {'ok'}
 end
@@ -84,6 +83,7 @@ elseif appended == 0 then
 else
   reply = append(group)
 end
+save_group(group)  -- also one that was opened again and takes no turn: it is counted
 write_counts()
 write_sizes()
 return reply
