@@ -24,15 +24,8 @@ WITH_EXTRAS = (
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
     *("archive.rewind", "archive.compare", "archive.table"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
-<<<<<<< HEAD
     *(f"gateway.{name}" for name in ("asking", "dialects", "engines", "http", "server", "tokens")),
-=======
     *("view.app", "view.pages", "view.serve"),
-    *(
-        f"gateway.{name}"
-        for name in ("asking", "dialects", "engines", "http", "server", "sessions", "tokens")
-    ),
->>>>>>> main
 )
 #: The package's face may be used by what stands beside the pipeline, as any user would.
 USERS = ("processes", "demo", "cli")
