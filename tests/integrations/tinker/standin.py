@@ -1,7 +1,8 @@
 """A server of the Tinker protocol in this process: a table of next tokens, whose states are files.
 
-It takes and gives the SDK's own types. As the real ones do, it adds up gradients until `optim_step`, and has only what
-was saved when its process ends. Each state knows the rows that it was trained on.
+It takes the SDK's own types, and gives what `streamadv` reads of them: their constructors differ between versions. As
+the real ones do, it adds up gradients until `optim_step`, and has only what was saved when its process ends. Each state
+knows the rows that it was trained on.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from tinker import AdamParams, Datum, ModelInput, SampledSequence, SampleResponse, SamplingParams
+from tinker import AdamParams, Datum, ModelInput, SamplingParams
 from torch import Tensor
 
 VOCABULARY = 12
@@ -78,7 +78,7 @@ class Client:
 
     def load_state_with_optimizer(self, path: str) -> Future[Any]:
         self._note("load_state")
-        state = torch.load(self.folder / path.removeprefix("tinker://"), weights_only=False)
+        state = torch.load(self.folder / path.removeprefix("tinker://"), weights_only=True)
         self.table.data.copy_(state["table"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.rows = state["rows"]
@@ -119,12 +119,12 @@ class Sampler:
 
     async def sample_async(
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
-    ) -> SampleResponse:
+    ) -> Any:
         (last,), tokens, logs = prompt.to_ints()[-1:], [], []
         for _ in range(sampling_params.max_tokens or 1):
             distribution = torch.log_softmax(self.table[last] / sampling_params.temperature, -1)
             last = int(torch.multinomial(distribution.exp(), 1))
             tokens.append(last)
             logs.append(float(distribution[last]))
-        made = SampledSequence("length", np.array(tokens, np.int32), np.array(logs, np.float32))
-        return SampleResponse([made] * num_samples)
+        made = SimpleNamespace(stop_reason="length", tokens=tokens, logprobs=logs)
+        return SimpleNamespace(sequences=[made] * num_samples)
