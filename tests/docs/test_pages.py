@@ -20,6 +20,10 @@ from .story import OWN_SERVER, ROOT, SHELLS, SHOWN, blocks_of, in_child, pages, 
 INSTALLED: Final = "the tests run in an environment that has it"
 INSTALL: Final = "pip install 'streamadv[torch,embedded]'"
 TRANSFORMERS: Final = "import transformers"
+GATEWAY_RUN: Final = (
+    "streamadv gateway run --gateway http://127.0.0.1:8200 --size 8 --groups 100 --timeout-s 1800 "
+    "-- python solve.py"
+)
 #: Blocks that do not run, by page and first line, with the reason.
 NOT_RUN: Final[dict[str, dict[str, str]]] = {
     "README.md": {
@@ -37,7 +41,8 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
     },
     "deploy/README.md": {"docker build --file deploy/Dockerfile --tag streamadv:0.2.0 .": "needs Docker"},
     "docs/how-to/any-agent.md": {
-        "pip install 'streamadv[gateway]'": "needs engines; tests/gateway plays with the same commands"
+        "pip install 'streamadv[gateway]'": "needs engines; tests/gateway plays with the same commands",
+        GATEWAY_RUN: "needs the gateway of the block before",
     },
     "docs/how-to/compose.md": {
         "sh secrets.sh exp1        # once: passwords and users of run exp1, in secrets/": "needs Docker",

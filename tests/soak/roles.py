@@ -51,6 +51,7 @@ def settings(dedupe_groups: int) -> RunSettings:
         max_bytes=1 << 26,
         dedupe_groups=dedupe_groups,
         dead_bytes=1 << 13,
+        keep_bytes=1 << 14,
         zero_variance_filter=True,
     )
 
