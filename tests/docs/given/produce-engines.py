@@ -12,14 +12,14 @@ def policy(prompt):
 
 engine_server = serving(FakeEngine(policy))
 fake = engine_server.__enter__()
-asked = engine_client.httpx.AsyncClient.request
+asked = engine_client.aiohttp.ClientSession.request
 
 
 def elsewhere(self, method, url, **options):
     return asked(self, method, url.replace("http://localhost:8000", fake.url), **options)
 
 
-engine_client.httpx.AsyncClient.request = elsewhere
+engine_client.aiohttp.ClientSession.request = elsewhere
 
 tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 
