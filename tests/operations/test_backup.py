@@ -1,4 +1,4 @@
-"""docs/operate/backup.md: what a restored server and its checkpoints know, and that a backup may be made at any time."""
+"""docs/operate/backup.md: what a restored server and its checkpoints know; a backup may be made any time."""
 
 from __future__ import annotations
 
