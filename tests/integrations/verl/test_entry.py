@@ -31,7 +31,7 @@ NOWHERE = "redis://localhost:1"
 @pytest.mark.timeout(420)
 def test_the_command_of_the_page_runs_up_to_where_verl_reserves_gpus(tmp_path: Path) -> None:
     """The trainer is registered, its configuration valid, it is made with its sampler, tokenizer and data."""
-    page = next(block for block in blocks_of("docs/how-to/verl.md") if "main_ppo" in block.first_line)
+    page = next(block for block in blocks_of("docs/train/verl.md") if "main_ppo" in block.first_line)
     given = shlex.split(page.code.replace("\\\n", " "))
     own = {
         **dict(pair.split("=", 1) for pair in overrides(tmp_path, NOWHERE, "none")),
