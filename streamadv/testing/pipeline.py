@@ -399,8 +399,8 @@ class Pipeline:
             CALM_S if self.world.time > CALM_S else 0.0,
         )
         seconds = self.world.time - since
-        # The groups of a producer that nobody knows of, or that has left them open, count until their deadline.
-        if nobody_knew(self) or any(each.leaves_open and each.left for each in self.lives):
+        # Groups of a producer that nobody knows of, and those that nobody plays, count until their deadline.
+        if nobody_knew(self) or any(each.leaves_open for each in self.lives):
             seconds -= self.scene.deadline_s
         if seconds > ADMISSION_S and not life.process.dead:
             self.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")
