@@ -108,6 +108,11 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         help="in tokens mode: prompts as the template writes them, also where it changes earlier turns",
     )
     parser.add_argument(
+        "--load-weights",
+        action="store_true",
+        help="load the weights that the trainer names into the engines: vLLM 0.32 with VLLM_SERVER_DEV_MODE=1",
+    )
+    parser.add_argument(
         "--idle-s",
         type=seconds,
         default=600.0,
@@ -175,10 +180,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_key:
         print(keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S))
         return 0
-    own = ("model", "sampling", "allow_sampling", "allow_history", "rerender", "mode", "idle_s", "answer_s")
+    own = (
+        "model",
+        "sampling",
+        "allow_sampling",
+        "allow_history",
+        "rerender",
+        "load_weights",
+        "mode",
+        "idle_s",
+    )
     given = {
         name: getattr(arguments, name)
-        for name in (*own, "grace_s", "max_open", "max_turns", "max_body", "public_url")
+        for name in (*own, "answer_s", "grace_s", "max_open", "max_turns", "max_body", "public_url")
     }
     options = Options(tuple(arguments.engine or ()), **given)
     place = Place(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -29,6 +29,8 @@ BREAK_S: Final = 10.0
 WATCH_S: Final = 0.5
 #: Seconds for the question what an engine can do.
 LOOK_S: Final = 10.0
+#: Seconds for what an engine is told to do, such as to load weights.
+COMMAND_S: Final = 600.0
 #: Bytes of an engine's answer.
 MAX_ANSWER: Final = 256 << 20
 _RENDER: Final = "/v1/chat/completions/render"
@@ -48,6 +50,10 @@ class Engine:
     is_known: bool = False  # it has said what it can do
 
 
+class CommandError(Exception):
+    """An engine has not done what it was told."""
+
+
 class Placed(Protocol):
     """A rollout, which stays with its engine for the sake of the prefix cache."""
 
@@ -58,9 +64,18 @@ class Placed(Protocol):
 class Engines:
     """All engines. One event loop."""
 
-    def __init__(self, urls: Sequence[str], answer_s: float = 1800.0) -> None:
-        """answer_s: for an answer, with all tries: who waits longer for an engine that stalls holds up its group."""
-        self._answer_s = answer_s
+    def __init__(
+        self,
+        urls: Sequence[str],
+        answer_s: float = 1800.0,
+        look: Callable[[Engines], Awaitable[None]] | None = None,
+    ) -> None:
+        """answer_s: for an answer, with all tries: who waits longer for an engine that stalls holds up its group.
+
+        look: loads the run's weights, see `loading.py`. Called after each look at the engines' versions; an engine
+        without a version is asked for nothing then.
+        """
+        self._answer_s, self._load = answer_s, look
         self.all = [Engine(url.rstrip("/").removesuffix("/v1")) for url in urls]
         self._http: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -156,16 +171,36 @@ class Engines:
                     raise aiohttp.ClientPayloadError("the answer is no JSON") from None
                 return answer.status, data[:500].decode(errors="replace")
 
+    async def command(self, engine: Engine, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Have an engine do something. Raises CommandError."""
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                status, answer = await self._post(engine, "command", path, body or {})
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise CommandError(f"{path}: {type(error).__name__} {one_line(str(error))}") from None
+        if status >= 400:
+            raise CommandError(f"{path}: {status} {_words_of(answer)}")
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
             await asyncio.gather(*(self._ask_version(engine) for engine in self.all))
+            if self._load is not None:
+                await self._load(self)
 
     async def know(self, rollout: Placed) -> Engine:
         """The rollout's engine, asked what it can do if it was away when the gateway began."""
         engine = self.place(rollout)
         if not engine.is_known:
             await self._look(engine)
+        try:
+            async with asyncio.timeout(self._answer_s):
+                while self._load is not None and engine.version is None:
+                    await asyncio.sleep(PAUSE_S)
+                    engine = self.place(rollout)
+        except TimeoutError:
+            text = f"engine {engine.url} has no weights of the run yet"
+            raise RefusedError(503, "engine_unavailable", text) from None
         return engine
 
     async def _look(self, engine: Engine) -> None:

@@ -22,6 +22,7 @@ from ..settings import Settings
 from .engines import Engines
 from .http import Front
 from .keys import Keys
+from .loading import Loading
 from .options import Options
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,9 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metrics.begin_stage(ROLE, "gateway")
-    engines = Engines(options.engines, options.answer_s)
     async with Producer(settings.url, settings.run) as producer:
+        look = Loading(producer).look if options.load_weights else None
+        engines = Engines(options.engines, options.answer_s, look)
         front = Front(producer, options, keys, engines)
         await engines.open()
         sweeping = asyncio.create_task(front.sessions.sweep())

@@ -44,6 +44,10 @@ class FakeEngine:
             ids, reason = ids[:limit], "length"
         return text, ids, [-(number + 1) / 8 for number in range(len(ids))], reason
 
+    def info(self, path: str) -> dict[str, Any]:
+        """What it answers to a GET."""
+        return {"data": [{"id": "tiny"}]}
+
     def answer(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         if path == "/generate":
             parameters = asked["sampling_params"]
@@ -97,7 +101,7 @@ def serving(engine: FakeEngine) -> Iterator[FakeEngine]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.reply(200, {"data": [{"id": "tiny"}]})
+            self.reply(200, engine.info(self.path))
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
