@@ -9,6 +9,7 @@ order:
 - `engines.py`: the engines behind it. `loading.py`: brings them the trainer's weights.
 - `sampling.py`: what of a request an agent may choose.
 - `dialects/`: the requests and answers of each API, as those of chat completions.
+- `live.py`: streams that leave while the engine samples.
 - `asking.py`: one turn, from the request to the answer. `http.py`: URLs, keys, errors. `server.py`: the process.
 """
 

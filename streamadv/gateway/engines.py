@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -99,16 +99,45 @@ class Engines:
 
         Raises RefusedError.
         """
+        async with self._in_time(rollout):
+            return await self._ask(rollout, lambda engine: self._post(engine, rollout.name, path, body))
+
+    async def stream(
+        self,
+        rollout: Placed,
+        path: str,
+        body: Mapping[str, Any],
+        take: Callable[[Mapping[str, Any]], Awaitable[None]],
+    ) -> int | None:
+        """Hand each chunk of a streamed answer to `take`; returns the version that it began with.
+
+        Only what fails before the first chunk is tried again. Raises RefusedError.
+        """
+        async with self._in_time(rollout):
+            answer, version = await self._ask(
+                rollout, lambda engine: self._begin(engine, rollout.name, path, body)
+            )
+            try:
+                async for chunk in _chunks(answer):
+                    await take(chunk)
+            finally:
+                answer.close()
+        return version
+
+    @asynccontextmanager
+    async def _in_time(self, rollout: Placed) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._answer_s):
-                return await self._ask(rollout, path, body)
+                yield
         except TimeoutError:
             if rollout.engine is not None:
                 self._rest(rollout.engine)
             text = f"no engine has answered within {self._answer_s:g} s"
             raise RefusedError(503, "engine_unavailable", text) from None
 
-    async def _ask(self, rollout: Placed, path: str, body: Mapping[str, Any]) -> tuple[Any, int | None]:
+    async def _ask(
+        self, rollout: Placed, post: Callable[[Engine], Awaitable[tuple[int, Any]]]
+    ) -> tuple[Any, int | None]:
         problem = ""
         for number in range(TRIES):
             if number:
@@ -117,7 +146,7 @@ class Engines:
             engine.under_way += 1
             version = engine.version
             try:
-                status, answer = await self._post(engine, rollout.name, path, body)
+                status, answer = await post(engine)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 problem = f"{engine.url}: {type(error).__name__} {one_line(str(error))}"
                 self._rest(engine)
@@ -160,16 +189,24 @@ class Engines:
         engine.down_until = clock.now() + BREAK_S
 
     async def _post(self, engine: Engine, name: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status and answer."""
+        async with await self._send(engine, name, path, body) as answer:
+            return answer.status, await _read(answer)
+
+    async def _begin(self, engine: Engine, name: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status, and the answer under way, or a refusal whole."""
+        answer = await self._send(engine, name, path, body)
+        if answer.status < 400:
+            return answer.status, answer
+        async with answer:
+            return answer.status, await _read(answer)
+
+    async def _send(
+        self, engine: Engine, name: str, path: str, body: Mapping[str, Any]
+    ) -> aiohttp.ClientResponse:
         assert self._http is not None
         headers = {"Content-Type": "application/json", "X-Session-ID": name}
-        async with self._http.post(engine.url + path, data=orjson.dumps(body), headers=headers) as answer:
-            data = await answer.content.read(MAX_ANSWER + 1) if answer.status >= 400 else await answer.read()
-            try:
-                return answer.status, orjson.loads(data)
-            except orjson.JSONDecodeError:
-                if answer.status < 400:
-                    raise aiohttp.ClientPayloadError("the answer is no JSON") from None
-                return answer.status, data[:500].decode(errors="replace")
+        return await self._http.post(engine.url + path, data=orjson.dumps(body), headers=headers)
 
     async def command(self, engine: Engine, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Have an engine do something. Raises CommandError."""
@@ -237,6 +274,42 @@ class Engines:
         async with self._http.get(engine.url + path, timeout=timeout) as answer:
             answer.raise_for_status()
             return orjson.loads(await answer.read())
+
+
+async def _read(answer: aiohttp.ClientResponse) -> Any:
+    """What an engine has answered, as JSON; a refusal may be text."""
+    data = await answer.content.read(MAX_ANSWER + 1) if answer.status >= 400 else await answer.read()
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        if answer.status < 400:
+            raise aiohttp.ClientPayloadError("the answer is no JSON") from None
+        return data[:500].decode(errors="replace")
+
+
+async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
+    """The chunks of a streamed answer. Raises RefusedError if it is broken off."""
+    rest = b""
+    try:
+        async for data in answer.content.iter_any():
+            *events, rest = (rest + data).split(b"\n\n")
+            for event in events:
+                said = event.removeprefix(b"data:").strip()
+                if said == b"[DONE]":
+                    return
+                chunk = orjson.loads(said) if said.startswith(b"{") else None
+                if chunk is not None and "choices" not in chunk:
+                    raise RefusedError(
+                        503, "engine_unavailable", f"the engine has failed: {_words_of(chunk)}"
+                    )
+                if chunk is not None:
+                    yield chunk
+            if len(rest) > MAX_ANSWER:
+                break
+    except (aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError) as error:
+        text = f"the engine has broken off its answer: {type(error).__name__}"
+        raise RefusedError(503, "engine_unavailable", text) from None
+    raise RefusedError(503, "engine_unavailable", "the engine has broken off its answer")
 
 
 def _text(value: Any) -> str:

@@ -48,6 +48,10 @@ class FakeEngine:
         """What it answers to a GET."""
         return {"data": [{"id": "tiny"}]}
 
+    def chunks(self, path: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]] | None:
+        """A streamed answer; None from an engine that does not stream."""
+        return None
+
     def answer(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         if path == "/generate":
             parameters = asked["sampling_params"]
@@ -108,6 +112,14 @@ def serving(engine: FakeEngine) -> Iterator[FakeEngine]:
             engine.requests.append((self.path, asked))
             if engine.refusals:
                 self.reply(engine.refusals.pop(0), {"error": {"message": "not now"}})
+            elif asked.get("stream") and (chunks := engine.chunks(self.path, asked)) is not None:
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.send_header("Connection", "close")
+                self.end_headers()
+                for chunk in chunks:
+                    self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                self.wfile.write(b"data: [DONE]\n\n")
             else:
                 self.reply(200, engine.answer(self.path, asked))
 
