@@ -13,7 +13,7 @@ from typing import Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
-from ..prompts.spec import identity, of_prompt
+from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
@@ -249,7 +249,9 @@ class Leader(Session):
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
-            has_prompts = has_prompts or any(of_prompt(group.group_id) for group in batch.record.groups)
+            has_prompts = has_prompts or any(
+                group.group_id.startswith(PREFIX) for group in batch.record.groups
+            )
         if has_prompts:
             self._prompts.carry()
 
