@@ -18,6 +18,7 @@ from ..batch.recovery import take_over, undo_other_chains
 from ..batch.settings import NamingSettings
 from ..errors import SettingError
 from ..messages import log_fields
+from ..metrics.instruments import KL_ESTIMATES
 from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..store.connection import Connection
@@ -88,7 +89,7 @@ class Sessions:
         """The session on the servers as they are now.
 
         After a restart or failover that is a new one, which repeats what the servers may have lost: see "Going back in
-        time" in docs/concepts/guarantees.md.
+        time" in docs/understand/guarantees.md.
         """
         if self._run is not None:
             self._run.refresh_if_changed(REFRESH_S)
@@ -232,6 +233,7 @@ class Sessions:
                 f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
             )
         session.note_trained(named.record, batch.kl, batch.num_trajectories)
+        named.figures = {name: batch.metrics[name] for name in KL_ESTIMATES if name in batch.metrics}
         return named.record
 
     def publish_trained(self, record: BatchRecord, weights: str | None) -> None:
