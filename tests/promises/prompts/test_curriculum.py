@@ -223,3 +223,21 @@ def test_ends_that_are_carried_again_count_once(redis_url: str, run: str) -> Non
         carry_ends(joined)
         digits = joined.connection.scripts.getrange(joined.keys.home.prompt_solved("train"), 0, 9)
     assert digits == b"11"
+
+
+def test_batches_follow_quotas(redis_url: str, run: str) -> None:
+    """The groups of one source came first; each batch has its share of both nevertheless."""
+    given = sa.Prompts({"code": range(4), "math": range(4)}, weights={"code": 1, "math": 1e8})
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        sources = []
+        for _, group in itertools.islice(producer.prompts(given, SIZE), 8):
+            sources.append(source_of(group))
+            play(group, None)
+        assert sources[:4] == ["math"] * 4
+        with queue_of(redis_url, run, quotas={"math": 1, "code": 1}) as queue:
+            for _ in range(4):
+                batch = train(queue, joined, 1)
+                assert sorted(group_id.split(":")[2] for group_id in batch) == ["code", "math"]
+            queue.commit(queue.state_dict())
+        assert not problems(joined)
