@@ -70,7 +70,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         "Processor time per trajectory of all processes and the server, in turns: with keep_bytes=0, at the defaults, "
         "and with every group kept in a budget that is always full.",
     )
-    _add_windows(kept, 1.5)
+    _add_repeat(kept, "rounds")
     _add_sizes(kept, "512 4096")
     _add_chains(kept)
     latency = _add_server(
@@ -209,8 +209,7 @@ def run_kept(arguments: argparse.Namespace) -> int:
     from .kept import COLUMNS, measure_kept
 
     chains, tokens = arguments.chain or ["grpo"], _tokens(arguments, [512, 4096])
-    seconds, repeat = arguments.seconds, arguments.repeat
-    return _run(arguments, COLUMNS, lambda url: measure_kept(url, chains, tokens, seconds, repeat))
+    return _run(arguments, COLUMNS, lambda url: measure_kept(url, chains, tokens, arguments.repeat))
 
 
 def run_latency(arguments: argparse.Namespace) -> int:

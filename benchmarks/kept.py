@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
-from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
-from streamadv.store.connection import Connection
 
-from .crew import Window, middle
+from .alone import Alone
 from .lines import Line
-from .pipeline import clean_up, pipeline_crew
 
-#: Heading and key of each column of the table; "cpu" is processor time per trajectory, of all processes and the server.
+#: Heading and key of each column of the table: processor time of all stages and the server, per trajectory.
 COLUMNS: Final = {
-    "cpu us": "cpu_microseconds_of_all",
+    "cpu us": "cpu_microseconds",
     "/ nothing": "ratio_to_nothing",
-    "traj/s": "per_second",
+    "low": "low_quartile",
+    "high": "high_quartile",
 }
-#: So much is full within a window, so that the oldest groups go all the time.
+BATCHES: Final = 4
+#: So much is full within a round, so that the oldest groups go all the time.
 FULL_BYTES: Final = 4 << 20
 RUNS: Final = {
     "nothing": RunSettings(keep_bytes=0),
@@ -32,49 +30,41 @@ RUNS: Final = {
 
 
 def measure_kept(
-    url: str, chains: Sequence[str], tokens: Sequence[int], seconds: float, repeat: int
+    url: str, chains: Sequence[str], tokens: Sequence[int], repeat: int
 ) -> Iterator[dict[str, Any]]:
-    """One record for each chain, size and way of keeping, over `repeat` windows in turns on the same server.
+    """One record for each chain, size and way of keeping, over `repeat` rounds after one that is not counted.
 
-    The ratio is the median of those of each turn, so that what else the machine does meets both sides.
+    The ratio is the median of those of each round, with their quartiles, so that what else the machine does meets both.
     """
     for kind in chains:
         for size in tokens:
-            lines = {name: Line(kind, size, f"bench-{secrets.token_hex(6)}") for name in RUNS}
-            windows = _measure(url, lines, seconds, repeat)
-            spent = {
-                name: [1e6 * sum(each.cpu.values()) for each in measured]
-                for name, measured in windows.items()
-            }
-            for name, measured in windows.items():
-                ratios = [own / other for own, other in zip(spent[name], spent["nothing"], strict=True)]
-                window = middle(measured)
+            line = Line(kind, size)
+            spent = _measure(url, line, repeat)
+            for name, own in spent.items():
+                ratios = [each / other for each, other in zip(own, spent["nothing"], strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
                 yield {
-                    "name": f"{lines[name].name}, {name}",
+                    "name": f"{line.name}, {name}",
                     "chain": kind,
                     "tokens": size,
                     "kept": name,
-                    "cpu_microseconds_of_all": statistics.median(spent[name]),
-                    "ratio_to_nothing": statistics.median(ratios),
-                    "per_second": window.per_second,
-                    "cpu_microseconds": {each: 1e6 * value for each, value in window.cpu.items()},
+                    "cpu_microseconds": statistics.median(own),
+                    "ratio_to_nothing": middle,
+                    "low_quartile": low,
+                    "high_quartile": high,
                 }
 
 
-def _measure(url: str, lines: dict[str, Line], seconds: float, repeat: int) -> dict[str, list[Window]]:
-    """The windows of each run, turn by turn; a turn begins where the one before has ended."""
+def _measure(url: str, line: Line, repeat: int) -> dict[str, list[float]]:
+    """Processor time of a trajectory in microseconds, by run and round."""
+    spent: dict[str, list[float]] = {name: [] for name in RUNS}
     with ExitStack() as stack:
-        crews = {}
-        for name, line in lines.items():
-            with Connection(url) as connection:
-                open_run(connection, line.run, RUNS[name])
-            stack.callback(clean_up, url, line)
-            crews[name] = pipeline_crew(url, line)
-        for crew in crews.values():
-            stack.enter_context(crew)
-            crew.wait_until_ready()
-        windows: dict[str, list[Window]] = {name: [] for name in crews}
-        for turn in range(repeat):
-            for name in crews if turn % 2 else reversed(crews):
-                windows[name].append(crews[name].measure(seconds, seconds / 2))
-    return windows
+        runs = {
+            name: stack.enter_context(Alone(url, line, batches=BATCHES, settings=settings))
+            for name, settings in RUNS.items()
+        }
+        for number in range(repeat + 1):
+            for name in runs if number % 2 else reversed(runs):
+                costs = [*runs[name].round().values(), runs[name].housekeep()]
+                spent[name] += [sum(cost.client + cost.server for cost in costs)] if number else []
+    return spent

@@ -263,7 +263,9 @@ class Screens:
         again, k = None, found["batch"]["k"] if found["batch"] else -1
         if chain is not None and k >= 0:
             again = await self._again.ask(lambda desk: compute_again(desk.run, k, chain.strip()))
-        return self._page("batch.html", title="Batch", again=again, presets=preset_names(), **found)
+        return self._page(
+            "batch.html", title="Batch", again=again, presets=preset_names(), page=PAGE, **found
+        )
 
     def _gone(self, group_id: str, index: int | None = None) -> web.Response:
         return self._page("gone.html", status=404, title="Gone", group_id=group_id, index=index)
