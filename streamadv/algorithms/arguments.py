@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from ..trajectory.columns import Array
-from .labels import numbered
+from .packing import numbered
 
 Dims = tuple[str | int, ...]
 GREATEST: Final = float(torch.finfo(torch.float32).max)  # results are float32: above it they are infinite

@@ -15,8 +15,7 @@ from ..errors import ArgumentError, OptionError, TrajectoryError
 from ..extras import torch
 from ..messages import brief
 from .packed_checks import BUILT, check_changed, check_shapes, check_steps, layout_of
-from .segments import segment_sum
-from .trainable import Trainable, tokens_where
+from .segments import Trainable, segment_sum, tokens_where
 
 if TYPE_CHECKING:
     from torch import Tensor

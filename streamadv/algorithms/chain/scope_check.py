@@ -11,7 +11,7 @@ from ..packed import PackedBatch
 from ..parts import Part, part_of
 from ..registry import Estimate, find_estimator
 from . import build_chain, run_chain
-from .result import ChainResult
+from .step import ChainResult
 
 if TYPE_CHECKING:
     from torch import Tensor

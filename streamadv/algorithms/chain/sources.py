@@ -9,7 +9,7 @@ from ...extras import torch
 from ..chain_metrics import merge_metrics
 from ..packed import Level, PackedBatch
 from ..parts import Part, part_of
-from .result import ChainResult
+from .step import ChainResult
 
 if TYPE_CHECKING:
     from torch import Tensor

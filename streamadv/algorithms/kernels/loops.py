@@ -166,7 +166,7 @@ def vtrace(
 
 @kernel
 def turn_returns(rewards, mask, offsets, gamma, result):
-    """Returns over turns; see `turns.turn_returns`."""
+    """Returns over turns; see `scan.turn_returns`."""
     for row in range(len(offsets) - 1):
         ahead = 0.0
         inside = False
@@ -179,7 +179,7 @@ def turn_returns(rewards, mask, offsets, gamma, result):
 
 @kernel
 def turn_mean(values, mask, offsets, result):
-    """The mean over a turn, on all its tokens; see `turns.turn_mean`."""
+    """The mean over a turn, on all its tokens; see `scan.turn_mean`."""
     for row in range(len(offsets) - 1):
         start, end = offsets[row], offsets[row + 1]
         while start < end:
