@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .algorithms.registry import estimator
     from .grouping.judge import Judge
     from .grouping.scorer import Scorer
-    from .grouping.unscored import UnscoredTrajectory
+    from .grouping.scoring_streams import UnscoredTrajectory
     from .integrations.trackers import track
     from .producer.async_group import AsyncGroup, AsyncRollout
     from .producer.async_producer import AsyncProducer

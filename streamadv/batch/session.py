@@ -16,10 +16,8 @@ from . import traces
 from .carryover import KLCoefficients
 from .dropped import DroppedGroups
 from .exclusion import Exclusions, dead_letter_groups, read_exclusions
-from .named import NamedBatch
-from .progress import Progress
-from .record import BatchRecord, Death
-from .settings import NamingSettings
+from .progress import NamedBatch, Progress
+from .record import BatchRecord, Death, NamingSettings
 
 
 class Session:

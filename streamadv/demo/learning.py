@@ -79,7 +79,7 @@ def update(
         log_probs, entropy = (each[mask] for each in log_probs_and_entropy(policy, padded.input_ids))
         rollout_log_probs, advantages = padded.rollout_log_probs[mask], padded.advantages[mask]
         loss, _ = LOSSES[correction](log_probs, rollout_log_probs, advantages, torch.ones_like(log_probs))
-        ((loss - ENTROPY_COEFFICIENT * entropy).sum() / num_tokens).backward()
+        ((loss - ENTROPY_COEFFICIENT * entropy).sum() / num_tokens).backward()  # type: ignore[no-untyped-call]
         log_ratio = (log_probs - rollout_log_probs).detach()
         kl += (log_ratio.exp() - 1 - log_ratio).sum().item() / num_tokens
     clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)

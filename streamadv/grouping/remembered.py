@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import SettingError
 from ..messages import brief
-from .unscored import UnscoredTrajectory
+from .scoring_streams import UnscoredTrajectory
 
 
 class Remembered:
