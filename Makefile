@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 INTEGRATIONS := trl verifiers verl ray agents tinker trackers
-# Those whose page has code that runs in the environment: verl's needs GPUs.
-WITH_PAGE := trl verifiers ray
+# Pages whose code runs in the environment: verl's needs GPUs.
+PAGE_trl := train/trl
+PAGE_verifiers := produce/verifiers
+PAGE_ray := operate/ray
 PAGES := tests/docs/test_pages.py::test_the_code_of_a_page_runs
 ARGS :=
 BENCH := pipeline
@@ -69,7 +71,7 @@ test-integrations: $(INTEGRATIONS:%=test-integration-%)
 
 test-integration-%:
 	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
-	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(filter $*,$(WITH_PAGE)),"$(PAGES)[docs/how-to/$*.md]") $(ARGS)
+	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(PAGE_$*),"$(PAGES)[docs/$(PAGE_$*).md]") $(ARGS)
 
 test-observability: $(VENV)/test.installed
 	PATH="$$(tests/observability/fetch.sh):$$PATH" STREAMADV_OBSERVABILITY=1 $(VENV)/bin/python -m pytest tests/observability -v $(ARGS)

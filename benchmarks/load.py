@@ -28,7 +28,7 @@ Records = list[dict[str, Any]]
 def produce(line: Line, url: str, way: Way, pace: Pace) -> None:
     """Push group after group as the pace says, in one of the ways of `lines.WAYS`, until killed."""
     groups = make_groups(line, way)
-    collect_rarely()  # as docs/how-to/sizing.md has it
+    collect_rarely()  # as docs/operate/sizing.md has it
     if way.endswith("asyncio"):
         asyncio.run(_one_by_one(line, url, groups, pace))
         return
@@ -108,7 +108,7 @@ def train(line: Line, url: str) -> None:
         pushed=kind.late,
         commit="each_batch",  # nothing is learned
     )
-    collect_rarely()  # as docs/how-to/sizing.md has it
+    collect_rarely()  # as docs/operate/sizing.md has it
     messages.send("ready", epoch=queue.epoch)
     for batch in queue:
         now = time.monotonic()

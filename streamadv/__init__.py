@@ -57,7 +57,7 @@ _HOMES = {
     "Ticket": "producer.tickets",
     "TrainerQueue": "trainer.queue",
     "Trajectory": "trajectory.schema",
-    "UnscoredTrajectory": "grouping.unscored",
+    "UnscoredTrajectory": "grouping.scoring_streams",
     "VersionCounter": "trajectory.versions",
     "algorithms": "algorithms",
     "errors": "errors",

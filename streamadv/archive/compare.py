@@ -15,7 +15,7 @@ from ..run.kept import unpack_results
 from ..status.kept import MASK, outputs_of
 from ..status.seen import SeenGroup
 from ..trajectory.columns import Array
-from .rewind import KeptBatch
+from .rewind import Again, KeptBatch
 from .source import Source
 
 #: Columns by which the loss weighs a token.
@@ -59,7 +59,7 @@ class Change:
 
 
 def with_chain(batch: KeptBatch, chain: str | Mapping[str, Any]) -> BatchRecord:
-    """The record of the batch as it would be with another chain, no column of which is late.
+    """The record of the batch as it would be with another chain, of which workers run all steps.
 
     An adaptive KL coefficient, and moments of the rewards before the batch, are those of its record.
     """
@@ -75,14 +75,14 @@ def with_chain(batch: KeptBatch, chain: str | Mapping[str, Any]) -> BatchRecord:
     )
 
 
-def compare(source: Source, batch: KeptBatch, again: Mapping[str, bytes]) -> dict[str, Change]:
+def compare(source: Source, batch: KeptBatch, again: Again) -> dict[str, Change]:
     """The change by data source, of results of another chain. Sources are sorted; "" = groups without one."""
     changes: dict[str, Change] = {}
     for group_id, seen in sorted(batch.seen.items(), key=lambda item: item[1].data_source or ""):
         change = changes.setdefault(seen.data_source or "", Change())
         change.groups += 1
         old = outputs_of(seen)
-        new = outputs_of(replace(seen, results=unpack_results(again[group_id])))
+        new = outputs_of(replace(seen, results=unpack_results(again.results[group_id]), late={}))
         masks, longest = _masks(source, seen), batch.record.tokens_per_micro_batch
         moved = [False, False]
         for member in seen.members:

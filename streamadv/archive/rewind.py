@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import ValidationError
 
-from ..advantage.compute import compute
+from ..advantage.compute import ComputedItem, compute
 from ..advantage.prepare import PreparedItem, worker_chain
-from ..algorithms.chain import Chain, cut_chain
+from ..algorithms.chain import cut_chain
 from ..batch.record import BatchRecord
 from ..batch.work import WorkItem, work_items
 from ..errors import StreamadvError, WireError
@@ -23,15 +24,18 @@ from ..run.consumer import Entry
 from ..run.kept import RESULTS_OF, Numbers, unpack_results
 from ..status.kept import count_at
 from ..status.seen import KeptEntry, SeenGroup
+from ..trainer.plan import Share
 from ..trajectory.columns import Array
 from ..trajectory.members import offsets
+from ..trajectory.packet import StoredPacket
+from .late import Made, compute_late, late_needs, late_share, without_late
 from .source import Source
 
 #: Groups that a message names.
 NAMED: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KeptBatch:
     """What is kept of a batch that was trained on. Its groups are sorted by id, as when it was computed."""
 
@@ -44,10 +48,20 @@ class KeptBatch:
     absent: Mapping[str, str]
     """Groups that are not there: id -> how they have ended, as far as that is known."""
 
+    @cached_property
+    def share(self) -> Share:
+        """What was trained on."""
+        return late_share(self.record, list(self.groups.values()), self.seen)
+
     @property
-    def chain(self) -> Chain:
-        """The part of its chain that workers run."""
-        return cut_chain(self.record.chain, self.record.late)[0]
+    def has_late_steps(self) -> bool:
+        """Whether the trainer has run a part of its chain."""
+        return bool(cut_chain(self.record.chain, self.record.late)[1].steps)
+
+    @cached_property
+    def without_late(self) -> list[tuple[str, int]]:
+        """The trajectories whose late columns are not there."""
+        return without_late(self.record, self.share, self.seen) if self.record.late else []
 
     def absent_text(self) -> str:
         """`2 of 16 groups: g1, g2 (dead:undecodable)`."""
@@ -108,72 +122,121 @@ def _kept_batch(
     )
 
 
+class Again(NamedTuple):
+    """A batch that was computed again."""
+
+    results: Mapping[str, bytes]
+    """Of the workers, by group, as `run.kept.pack_results` has them."""
+    late: Made
+    """Of the trainer; nothing if no step needs a late column, or not all of them are kept."""
+
+
 def rewind(
     source: Source, batch: KeptBatch, device: torch.device, record: BatchRecord | None = None
-) -> dict[str, bytes]:
-    """The results of the batch's groups computed again, by id, as `run.kept.pack_results` has them.
+) -> Again:
+    """The batch's groups computed again.
 
     record: with another chain; None = as it was. Raises StreamadvError for a chain that needs groups, or a column,
     which are not there.
     """
     record = batch.record if record is None else record
-    chain = cut_chain(record.chain, record.late)[0]
-    if chain.scope == "batch" and len(batch.groups) < batch.num_groups:
-        step = next(step.name for step in chain.steps if step.scope == "batch")
-        raise StreamadvError(
-            f"batch {record.k}: step {step} of its chain looks at the whole batch, and {source.name} does not have "
-            f"{batch.absent_text()}: keep all of them (keep={{'trained': 1}})"
-        )
-    results: dict[str, bytes] = {}
-    for item in work_items(record):
-        results |= _computed(source, batch, item, device)
-    return results
-
-
-def _computed(source: Source, batch: KeptBatch, item: WorkItem, device: torch.device) -> dict[str, bytes]:
-    """The results of the item's shard, as a worker computes them."""
-    groups = [batch.groups[pointer.group_id] for pointer in item.groups]
-    needs, columns = worker_chain(item).needs, dict[str, dict[str, Array]]()
-    packets = [packet for group in groups for packet in group.packets] if needs else []
-    for fetched in source.fetch(packets, needs):
-        missing = [name for name in needs if name not in fetched.columns]
-        if fetched.problem or missing:
-            problem = fetched.problem or f"the chain needs column {missing[0]}, which was not pushed"
-            raise StreamadvError(f"batch {item.k}: packet {fetched.packet.key}: {problem}")
-        columns[fetched.packet.key] = fetched.columns
-    entry = Entry(item.shard, "0-0", {})
-    computed = compute(PreparedItem(entry, item, groups, columns, share_kept=1.0), device)
-    return {
+    parts = cut_chain(record.chain, record.late)
+    for step in (step for part in parts for step in part.steps):
+        if step.scope == "batch" and len(batch.groups) < batch.num_groups:
+            raise StreamadvError(
+                f"batch {record.k}: step {step.name} of its chain looks at the whole batch, and {source.name} does not "
+                f"have {batch.absent_text()}: keep all of them (keep={{'trained': 1}})"
+            )
+    items = [_computed(source, batch, item, device) for item in work_items(record)]
+    results = {
         name.removeprefix(RESULTS_OF): bytes(raw)
-        for name, raw in computed.outputs.items()
+        for item in items
+        for name, raw in item.outputs.items()
         if name.startswith(RESULTS_OF)
     }
+    if not parts[1].steps or batch.without_late:
+        return Again(results, {})
+    share = batch.share
+    columns = _columns(source, batch, record.k, share.own.packets, late_needs(record), strict=False)
+    return Again(results, compute_late(source.keys, record, share, batch.seen, items, columns, device))
 
 
-def first_difference(batch: KeptBatch, again: Mapping[str, bytes]) -> str | None:
+def _computed(source: Source, batch: KeptBatch, item: WorkItem, device: torch.device) -> ComputedItem:
+    """The results of the item's shard, as a worker computes them."""
+    groups = [batch.groups[pointer.group_id] for pointer in item.groups]
+    packets = [packet for group in groups for packet in group.packets]
+    columns = _columns(source, batch, item.k, packets, worker_chain(item).needs)
+    entry = Entry(item.shard, "0-0", {})
+    return compute(PreparedItem(entry, item, groups, columns, share_kept=1.0), device)
+
+
+def _columns(
+    source: Source,
+    batch: KeptBatch,
+    k: int,
+    packets: Sequence[StoredPacket],
+    needs: Sequence[str],
+    strict: bool = True,
+) -> dict[str, dict[str, Array]]:
+    """Columns by packet, as pushed or as the trainer has made them. strict: one that is nowhere is an error."""
+    columns = dict[str, dict[str, Array]]()
+    late = {name for name in needs if name in batch.record.late and not batch.without_late}
+    group_of = {packet.key: group for group in batch.seen.values() for packet in group.packets}
+    for fetched in source.fetch(packets if needs else [], [name for name in needs if name not in late]):
+        found, packet = dict(fetched.columns), fetched.packet
+        found |= {name: _late_of(packet, group_of[packet.key], name) for name in late}
+        missing = [name for name in needs if name not in found] if strict else []
+        if fetched.problem or missing:
+            problem = fetched.problem or f"the chain needs column {missing[0]}, which was not pushed"
+            raise StreamadvError(f"batch {k}: packet {packet.key}: {problem}")
+        columns[packet.key] = found
+    return columns
+
+
+def _late_of(packet: StoredPacket, group: SeenGroup, name: str) -> Array:
+    """A late column of all members of a packet; 0 where nobody was trained on."""
+    parts = [np.zeros(0, np.float32)]
+    for member in packet.members.table:
+        made = {numbers.name: numbers.values for numbers in group.late.get(int(member["index"]), ())}
+        parts.append(made.get(name, np.zeros(int(member["tokens"]), np.float32)))
+    return np.concatenate(parts)
+
+
+def first_difference(batch: KeptBatch, again: Again) -> str | None:
     """Where the results of a batch that was computed again are not those that are kept, in words; None = nowhere."""
     for group_id, seen in batch.seen.items():
-        kept, new = batch.results[group_id], again.get(group_id, b"")
+        kept, new = batch.results[group_id], again.results.get(group_id, b"")
         if kept != new:
             try:
                 return f"group {group_id}, {_difference(seen, unpack_results(kept), unpack_results(new))}"
             except WireError as error:
                 return f"group {group_id}, {error}"
+        for index, made in again.late.get(group_id, {}).items():
+            kept_of = [numbers for numbers in seen.late[index] if numbers.name not in batch.record.late]
+            if difference := _between(kept_of, made, partial("rollout {}, {} {}, ".format, index)):
+                return f"group {group_id}, {difference}"
     return None
 
 
 def _difference(seen: SeenGroup, kept: Sequence[Numbers], new: Sequence[Numbers]) -> str:
+    found = _between(kept, new, lambda level, first: _place(seen, level, first))
+    return found or f"kept are {_names(kept)}, computed {_names(new)}"
+
+
+def _between(kept: Sequence[Numbers], new: Sequence[Numbers], place: Callable[[str, int], str]) -> str | None:
+    """The first number that differs, in words; None = nowhere. place: of a number of a result of a level."""
     for old, now in zip(kept, new, strict=False):
         if old[:2] != now[:2] or old.values.dtype != now.values.dtype or len(old.values) != len(now.values):
-            break
+            return f"kept are {_names(kept)}, computed {_names(new)}"
         bits = f"u{old.values.itemsize}"
         differs = np.flatnonzero(old.values.view(bits) != now.values.view(bits))
         if len(differs):
             first = int(differs[0])
-            where = _place(seen, old.level, first)
             values = f"kept {old.values[first]!s}, computed {now.values[first]!s}"
-            return f"{where}{old.name}: {values} ({len(differs)} of {len(old.values)} differ)"
-    return f"kept are {_names(kept)}, computed {_names(new)}"
+            return (
+                f"{place(old.level, first)}{old.name}: {values} ({len(differs)} of {len(old.values)} differ)"
+            )
+    return None if len(kept) == len(new) else f"kept are {_names(kept)}, computed {_names(new)}"
 
 
 def _place(seen: SeenGroup, level: str, number: int) -> str:

@@ -97,10 +97,10 @@ def _commit_in_shard(
         if pointer.group_id in known:
             kept, output = "-", computed.get(pointer.group_id)
             if is_kept(pointer.group_id, share):
-                kept = "0" if output is None else "1"
+                kept = "0" if output is None else "2" if record.late else "1"
             groups.append(f"{known[pointer.group_id].group} {kept}{of_prompt(pointer.group_id)}")
             payloads += known[pointer.group_id].payloads
-            payloads += [output] if output is not None and kept == "1" else []
+            payloads += [output] if output is not None and kept in "12" else []
     outputs, of_results = results_of(shard, record.id, results)
     k = record.k if shard.index == run.home.index else ""
     args = [epoch, record.id, k, len(outputs), kept_record, *of_results, *groups]

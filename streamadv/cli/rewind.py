@@ -95,11 +95,11 @@ def _about(batch: KeptBatch) -> Iterator[str]:
     yield f"batch {batch.record.k}: {counted(there, 'group')}, {rollouts}"
     if there < batch.num_groups:
         yield f"not there: {batch.absent_text()}"
-    if batch.record.late:
+    if batch.has_late_steps and (count := len(batch.without_late)):
         names = ", ".join(batch.record.late)
         yield (
-            f"late: the trainer supplied {names}, what it computed from there on is not kept; the workers' part "
-            f"is {', '.join(step.name for step in batch.chain.steps) or 'empty'}"
+            f"late: what the trainer made of {names} is not kept of {counted(count, 'rollout')}; "
+            "the steps before are compared"
         )
 
 

@@ -8,6 +8,7 @@ makes them survives and counts (`Suspect.tries`). What a scorer gives up is logg
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -39,13 +40,13 @@ class Away:
     def __init__(self, run: Run, scorer: str) -> None:
         self._run, self._scorer = run, scorer
         self._since: float | None = None
-        self._logged = self._kept = 0.0
+        self._logged = self._kept = -math.inf
 
     def pause_s(self, error: ScoreError, waits: int) -> float:
         """Note that the judge was away. Returns the seconds until what has waited so often may be tried again."""
         now = clock.now()
         if self._since is None:
-            self._since, self._kept = now, now
+            self._since = now
         elif now - self._logged < LOG_INTERVAL_S:
             return self._pause_s(error, waits)
         self._logged = now
@@ -59,7 +60,7 @@ class Away:
         return self._pause_s(error, waits)
 
     def over(self) -> None:
-        """The judge has answered."""
+        """Nothing waits for the judge any more."""
         if self._since is not None:
             logger.info(
                 "scorer %s: its judge is back after %.0f s",

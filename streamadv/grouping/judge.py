@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,8 +23,10 @@ AWAY_CODES: Final = frozenset((425, 429, 502, 503, 504, 529))
 #: Errors of clients that could not connect: httpx, the SDKs of OpenAI and Anthropic, aiohttp. And of late answers.
 AWAY_NAMES: Final = frozenset(("TransportError", "APIConnectionError", "ClientConnectionError"))
 LATE_NAMES: Final = frozenset(("TimeoutException", "APITimeoutError", "ServerTimeoutError"))
+#: The same, as errors of the system without a class of their own; without a number if several addresses failed.
+AWAY_ERRNOS: Final = frozenset((None, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH))
 #: No request begins later than so many seconds after those that it is made with: a call of a scorer is bounded in time.
-BEGUN_WITHIN_S: Final = 60.0
+BEGUN_WITHIN_S: Final = 55.0
 #: Seconds that an answer may ask for.
 LONGEST_WAIT_S: Final = 600.0
 
@@ -33,7 +37,7 @@ class Judge:
     An exception of a request is the score of its trajectory alone. One that says that the judge is away makes it wait:
     connections that fail, answers 425, 429, 502, 503, 504 and 529, answers that are late while no other comes, and
     `JudgeAwayError`. The requests that had not begun then wait with it, and so do those that have not begun within a
-    minute: a scorer's `timeout_s` needs a minute and the time of an answer.
+    minute.
 
     Args:
         function: coroutine function of one trajectory, which returns a score; after the client if there is one.
@@ -41,6 +45,7 @@ class Judge:
             at the same time.
         concurrency: requests at the same time, of this process.
         per_minute: requests begun in a minute, evenly spread, of this process; None has no limit.
+        answer_s: seconds after which an answer is late. A scorer's `timeout_s` needs a minute more.
         cache: file (SQLite) that remembers scores; processes of one machine may share it. None: this process alone
             remembers them.
         remember: scores held in memory; 0, and no file, asks each time.
@@ -56,6 +61,7 @@ class Judge:
         client: Callable[[], AbstractAsyncContextManager[Any]] | None = None,
         concurrency: int = 32,
         per_minute: float | None = None,
+        answer_s: float = 60.0,
         cache: str | None = None,
         remember: int = 10_000,
         key: Callable[..., str | None] | None = None,
@@ -65,8 +71,11 @@ class Judge:
             raise SettingError(f"concurrency is {brief(concurrency)}, needs a whole number, 1 or more")
         if per_minute is not None and not (isinstance(per_minute, int | float) and per_minute > 0):
             raise SettingError(f"per_minute is {brief(per_minute)}, needs a number above 0, or None")
+        if not (isinstance(answer_s, int | float) and answer_s > 0):
+            raise SettingError(f"answer_s is {brief(answer_s)}, needs seconds above 0")
         self.__name__ = getattr(function, "__name__", "judge")  # by which a worker finds its scorer
         self._function, self._client, self._concurrency = function, client, concurrency
+        self._answer_s = answer_s
         self._interval_s = 0.0 if per_minute is None else 60.0 / per_minute
         self._next_at = self._answered_at = 0.0
         self._key, self._version = key, version
@@ -108,8 +117,7 @@ class Judge:
             await self._turn(session.began)
             began = clock.now()
             try:
-                arguments = trajectories if self._client is None else (session.client, *trajectories)
-                score = await self._function(*arguments)
+                score = await self._answer(session, trajectories)
             except JudgeAwayError as error:
                 session.away = error
                 raise
@@ -120,6 +128,16 @@ class Judge:
                 raise session.away from error
             self._answered_at = clock.now()
             return score
+
+    async def _answer(self, session: _Session, trajectories: Sequence[UnscoredTrajectory]) -> Any:
+        async with asyncio.timeout(self._answer_s) as limit:
+            try:
+                return await self._function(*await self._client_of(session), *trajectories)
+            except asyncio.CancelledError:
+                if limit.expired():
+                    text = f"no answer within {self._answer_s:g} s: raise answer_s and the scorer's timeout_s"
+                    raise TimeoutError(text) from None
+                raise
 
     async def _turn(self, session_began: float) -> None:
         """Wait until the next request may begin. Raises JudgeAwayError if that is too late for its call."""
@@ -137,7 +155,19 @@ class Judge:
         names = {each.__name__ for each in type(error).__mro__}
         if isinstance(error, TimeoutError) or names & LATE_NAMES:
             return self._answered_at < began  # a request that alone is late may be at fault itself
-        return _code_of(error) in AWAY_CODES or isinstance(error, ConnectionError) or bool(names & AWAY_NAMES)
+        if type(error) is OSError:
+            return error.errno in AWAY_ERRNOS
+        is_away = isinstance(error, ConnectionError | socket.gaierror) or bool(names & AWAY_NAMES)
+        return is_away or _code_of(error) in AWAY_CODES
+
+    async def _client_of(self, session: _Session) -> tuple[Any, ...]:
+        """The client of a session, if the function wants one: what opens it asks the judge, too."""
+        if self._client is None:
+            return ()
+        async with session.opening:
+            if session.client is None:
+                session.client = await session.stack.enter_async_context(self._client())
+        return (session.client,)
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_Session]:
@@ -148,9 +178,6 @@ class Judge:
             session = self._sessions[loop] = _Session(asyncio.Semaphore(self._concurrency), clock.now())
         session.users += 1
         try:
-            async with session.opening:
-                if self._client is not None and session.client is None:
-                    session.client = await session.stack.enter_async_context(self._client())
             yield session
         finally:
             session.users -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sqlite3
 import threading
 from collections import OrderedDict
@@ -11,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import SettingError
-from ..messages import brief
+from ..messages import brief, log_fields
 from .scoring_streams import UnscoredTrajectory
+
+logger = logging.getLogger(__name__)
 
 
 class Remembered:
@@ -43,9 +46,7 @@ class Remembered:
             if key in self._scores:
                 self._scores.move_to_end(key)
                 return True, self._scores[key]
-            if self._file is None:
-                return False, None
-            row = self._file.execute("SELECT score FROM scores WHERE key = ?", (_short(key),)).fetchone()
+            row = self._in_file("SELECT score FROM scores WHERE key = ?", _short(key))
             return (False, None) if row is None else (True, self._keep(key, json.loads(row[0])))
 
     def put(self, key: str, score: Any) -> None:
@@ -54,10 +55,24 @@ class Remembered:
             text = json.dumps(score, default=float, allow_nan=False)
         except (TypeError, ValueError):
             return  # the scorer says what is wrong with it
+        plain = json.loads(text)
+        if isinstance(plain, str | list) or (isinstance(score, Mapping) and plain.keys() != score.keys()):
+            return
         with self._lock:
-            self._keep(key, json.loads(text))
-            if self._file is not None:
-                self._file.execute("INSERT OR REPLACE INTO scores VALUES (?, ?)", (_short(key), text))
+            self._keep(key, plain)
+            self._in_file("INSERT OR REPLACE INTO scores VALUES (?, ?)", _short(key), text)
+
+    def _in_file(self, statement: str, *values: str) -> Any:
+        """The first row of the answer. A file that fails costs no score: from then on this process does without."""
+        if self._file is None:
+            return None
+        try:
+            return self._file.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            self._file = None
+            text = "the judge's cache fails (%s): scores are remembered by this process alone"
+            logger.warning(text, error, extra=log_fields("cache_failed", role="scorer"))
+            return None
 
     def _keep(self, key: str, score: Any) -> Any:
         self._scores[key] = score

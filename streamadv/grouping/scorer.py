@@ -149,7 +149,10 @@ class Scorer:
                 self._given_up.log()
                 try:
                     suspects = self._turn(consumer, score, suspects)
-                    self._away.keep_groups_open()
+                    if any(suspect.call.waits for suspect in suspects):
+                        self._away.keep_groups_open()
+                    else:
+                        self._away.over()
                 except RETRYABLE as error:
                     consumer.start_over()
                     if self._whole is not None:
@@ -333,8 +336,6 @@ class Scorer:
             except ScoreError as error:
                 failed[number] = error
         away = next((each for each in failed.values() if each.kind == AWAY), None)
-        if away is None:
-            self._away.over()
         if isinstance(answer, ScoreError) and not call.tries and away is None:
             text = "scorer %s failed on %d trajectories: %s"
             fields = log_fields("score_failed", run=self._run.name, role=self._name)

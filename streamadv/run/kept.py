@@ -24,6 +24,8 @@ MAXMEMORY_SHARE: Final = 0.1
 TRIM_COUNT: Final = 64
 #: What a field of an output hash begins with that holds the results of one group.
 RESULTS_OF: Final = "kept:"
+#: What one begins with that holds what the trainer has made of a trajectory: `late:<rollout index>:<group id>`.
+LATE_OF: Final = "late:"
 #: dtypes of results: of rewards, and of columns.
 _DTYPES: Final = {dtype.str: dtype for dtype in (np.dtype("<f8"), *KNOWN_COLUMNS.values())}
 
@@ -86,3 +88,20 @@ def unpack_results(raw: bytes) -> list[Numbers]:
     except (ValueError, TypeError, KeyError) as error:
         raise WireError(f"results of a kept group: {one_line(str(error))}") from error
     return results
+
+
+def unpack_late(raw: bytes) -> dict[int, list[Numbers]]:
+    """What the trainer has made of the members of a kept group, by rollout index, as `commit.lua` has put it together.
+
+    Raises WireError.
+    """
+    found, at = dict[int, list[Numbers]](), 0
+    try:
+        while at < len(raw):
+            head = raw.index(b"\n", at)
+            index, size = map(int, raw[at:head].split())
+            found[index] = unpack_results(raw[head + 1 : head + 1 + size])
+            at = head + 1 + size
+    except ValueError as error:
+        raise WireError(f"late columns of a kept group: {one_line(str(error))}") from error
+    return found

@@ -15,7 +15,7 @@ from ..run import Run, find_run
 from ..run.payloads import FetchedPacket, fetch_columns, fetch_replies, know_columns, split_reply
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
-from ..trajectory.columns import OUTPUT_COLUMNS, Array
+from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets
 from ..trajectory.packet import decode_entries
 from ..trajectory.payload import payload_trajectory, payloads_of
@@ -27,6 +27,8 @@ from .why import why
 #: Results that are 0 on tokens that are not trained on, as in a micro-batch.
 SPREAD: Final = frozenset({"advantages", "returns"})
 MASK: Final = "response_mask"
+#: What was computed that is shown; other columns that a step has changed are as they were pushed.
+SHOWN: Final = OUTPUT_COLUMNS.keys() | {MASK}
 
 
 def kept(
@@ -116,13 +118,20 @@ def outputs_of(group: SeenGroup) -> dict[int, dict[str, Array]]:
     counting = [member for member in group.members if member.rollout_index in group.counting]
     outputs: dict[int, dict[str, Array]] = {member.rollout_index: {} for member in counting}
     for name, level, values in group.results:
-        if name not in OUTPUT_COLUMNS and name != MASK:
+        if name not in SHOWN:
             continue
         counts = [count_at(member, level) for member in counting]
         if sum(counts) != len(values):
             continue
         for member, (start, stop) in zip(counting, pairwise(offsets(np.array(counts)).tolist()), strict=True):
             outputs[member.rollout_index][name] = _per_token(member, level, values[start:stop])
+    shown = SHOWN | (KNOWN_COLUMNS.keys() & {*group.record.get("late", ())})
+    for member in counting:
+        outputs[member.rollout_index] |= {
+            name: values
+            for name, _, values in group.late.get(member.rollout_index, ())
+            if name in shown and len(values) == member.num_tokens
+        }
     for columns in outputs.values():
         if "advantages" in columns:
             columns.setdefault("returns", columns["advantages"])

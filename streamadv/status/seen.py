@@ -13,7 +13,7 @@ from ..errors import WireError
 from ..grouping.groups_log import StoredColumns, payload_lines
 from ..messages import brief
 from ..run import Run, Shard
-from ..run.kept import Numbers, unpack_results
+from ..run.kept import Numbers, unpack_late, unpack_results
 from ..store.replies import as_count, as_int, as_text
 from ..trajectory.member_table import cut_tables, read_table
 from ..trajectory.members import Members
@@ -62,6 +62,8 @@ class SeenGroup:
     counting: frozenset[int] = frozenset()
     """Rollout indices of those that count for the group."""
     results: Sequence[Numbers] = ()
+    late: Mapping[int, Sequence[Numbers]] = field(default_factory=dict)
+    """What the trainer has made of its members after late columns, and these columns, by rollout_index."""
     problem: str | None = None
     """Why its data cannot be read."""
     entry: str = ""
@@ -236,6 +238,7 @@ def _seen(shard: int, where: Where, fields: Fields, entry: str = "") -> SeenGrou
         group.left_out = json.loads(fields.get(b"left_out", b"[]"))
         _read_members(group, fields)
         group.results = unpack_results(fields[b"results"]) if b"results" in fields else ()
+        group.late = unpack_late(fields.get(b"late", b""))
     except (WireError, ValueError) as error:
         group.problem = str(error)
     return group

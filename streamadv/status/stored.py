@@ -94,8 +94,10 @@ def _walk_streams(run: Run, keys: ShardKeys, stored: StoredData) -> None:
             if problem := _entry_problem(run, shard, fields):
                 stored.problems.append(f"{place}: {problem}")
     for entry, fields in _entries(run, keys.results):
-        output = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
-        stored.refer(stored.outputs, *output, f"entry {entry} of results")
+        output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
+        late: Any = run.connection.scripts.hget(output, "late_bytes") if output else None
+        size = b"%d" % (int(size) + as_count(late)) if late and size.isdigit() else size
+        stored.refer(stored.outputs, output, size, f"entry {entry} of results")
 
 
 def _entry_problem(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> str | None:

@@ -1,4 +1,4 @@
-"""What docs/concepts/guarantees.md allows: which trajectories may be gone, and which have to be trained on."""
+"""What docs/understand/guarantees.md allows: which trajectories may be gone, and which have to be trained on."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Collector:
         fetched = self.ahead.result() if self.ahead else None
         since = tracing.now()
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, fetched)
+            batch = deliver(session.run, computed, self._rank, self._late, fetched, session.epoch)
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,11 +26,12 @@ from ..trajectory.schema import TOKEN_COLUMNS
 from .cut import RowExtras, cut
 from .delivered import delivered
 from .fetch import FetchedShare, Problems, fetch, fetch_outputs
-from .late_columns import LateColumn, make_late_columns
+from .late_columns import LateColumn, keep_late, make_late_columns
 from .microbatch import Batch, as_indices
 from .plan import Rank, Share, share_of
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
+_ALL: Tensor | slice = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class PackedShare:
     row_extras: RowExtras
     has: Mapping[str, Tensor]  # [rows], of the columns that a part of the batch lacks
     results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
+    late: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # [N]: late columns, and what was made after them
 
 
 def deliver(
@@ -64,11 +68,13 @@ def deliver(
     rank: Rank,
     late: Mapping[str, LateColumn],
     ahead: FetchedShare | None,
+    epoch: int,
 ) -> Batch:
     """One rank's part of a batch.
 
-    late: suppliers by column. ahead: what was read ahead. Raises UndecodableGroupError if a payload or a result is gone
-    or cannot be read, LateColumnError, and SettingError if this world size cannot run the late part of the chain.
+    late: suppliers by column. ahead: what was read ahead. epoch: of the session. Raises UndecodableGroupError if a
+    payload or a result is gone or cannot be read, LateColumnError, EpochFencedError, and SettingError if this world
+    size cannot run the late part of the chain.
     """
     record = computed.record
     budget, left_out = record.tokens_per_micro_batch, computed.left_out
@@ -80,6 +86,8 @@ def deliver(
     outputs = fetch_outputs(run, computed.results, share, rank.device)
     packed = _pack(computed.results, fetched, outputs, rank.device)
     packed, late_metrics = _run_late_part(computed, packed, late, rank.world_size)
+    if late:
+        keep_late(run, record.id, packed.share.own, computed.results, share.positions, packed.late, epoch)
     return _cut(computed, packed, late_metrics)
 
 
@@ -104,14 +112,9 @@ def _pack(
         for name, column in fetched.columns.items()
         if name not in known
     }
-    rewards, step_rewards = (results.numbers(name, share.positions) for name in ("rewards", "step_rewards"))
-    # The workers' results replace pushed columns of their name.
-    columns = dict(sorted({**known, **outputs}.items()))
-    batch = pack_members(share.own, columns, device, (rewards, step_rewards))
+    batch = pack_share(share, results, known, outputs, device)
     per_token: dict[str, Tensor] = {}
     if len(share.trained):
-        if "response_mask" in outputs:  # the workers have narrowed it
-            batch = replace(batch, given_mask=known["response_mask"].to(device))
         per_token, suspect = _results_per_token(batch, results, share)
         _check_finite(batch, share, suspect, outputs)
     indices = as_indices(batch.columns)
@@ -122,6 +125,23 @@ def _pack(
     return PackedShare(
         share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), has, per_token
     )
+
+
+def pack_share(
+    share: Share,
+    results: BatchResults,
+    known: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    device: torch.device,
+) -> PackedBatch:
+    """The share with its rewards as the workers have shaped them. known: columns as pushed, outputs: of the workers."""
+    rewards, step_rewards = (results.numbers(name, share.positions) for name in ("rewards", "step_rewards"))
+    # The workers' results replace pushed columns of their name.
+    columns = dict(sorted({**known, **outputs}.items()))
+    batch = pack_members(share.own, columns, device, (rewards, step_rewards))
+    if "response_mask" in outputs and len(share.trained):  # the workers have narrowed it
+        batch = replace(batch, given_mask=known["response_mask"].to(device))
+    return batch
 
 
 def _results_per_token(
@@ -181,35 +201,54 @@ def _run_late_part(
     columns, indices, results = dict(packed.columns), dict(packed.indices), dict(packed.results)
     extras = {name: column for name, column in packed.extras.items() if name not in late}
     has = {name: rows for name, rows in packed.has.items() if name not in late}
+    kept: dict[str, Tensor] = {}
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
         all_columns = {**columns, **packed.indices, **packed.extras}
-        columns |= make_late_columns(late, packed.share, all_columns, packed.row_extras, packed.has)
+        made = make_late_columns(late, packed.share, all_columns, packed.row_extras, packed.has)
+        columns |= made
         chain = cut_chain(record.chain, record.late)[1]
         if chain.steps:
             _check_scope(chain, record, world_size)
-            needed = {name: extras[name] for name in chain.needs if name in extras}
-            columns |= needed
+            columns |= {name: extras[name] for name in chain.needs if name in extras}
             batch = packed.batch.with_columns(**columns)
-            own: Tensor | slice = slice(None)
-            if chain.scope != "row" and len(packed.share.own) < len(computed.layout):
-                batch, own = _with_untrained(batch, packed.share, computed.results)
-            result = run_chain(chain, batch, record.kl_coefficient)
-            metrics = (result.metrics, result.weights)
-            if "rollout_is_weights" in result.columns:
-                importance_weights(sample_tokens(batch, result.columns["rollout_is_weights"]))
-            columns |= {name: values[own] for name, values in result.columns.items()}
+            changed, computed_late, metrics = run_late_chain(record, packed.share, computed.results, batch)
+            columns |= changed
             # A step may have narrowed it after the workers have made results.
             indices["response_mask"] = mask = columns["response_mask"].view(torch.bool)
             results = {name: torch.where(mask, values, 0.0) for name, values in results.items()}
-            batch = batch.with_columns(**result.columns)
-            for name, values in (("advantages", result.advantages), ("returns", result.returns)):
-                if values is not None:
-                    results[name] = expand(batch, result.level, values)[own]
+            results |= computed_late
+            kept = changed | computed_late
+        kept = made | kept
     if "advantages" in results:
         results.setdefault("returns", results["advantages"])
     columns |= results
-    done = replace(packed, columns=columns, indices=indices, extras=extras, has=has, results=results)
+    done = replace(
+        packed, columns=columns, indices=indices, extras=extras, has=has, results=results, late=kept
+    )
     return done, metrics
+
+
+def run_late_chain(
+    record: BatchRecord, share: Share, results: BatchResults, batch: PackedBatch
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Metrics]:
+    """Run the steps after the late columns on a share.
+
+    batch: the share with all columns that these steps need. Returns what the steps made or changed, advantages and
+    returns as far as they made them, [N] each in the order of the share, and metrics.
+    """
+    chain, own = cut_chain(record.chain, record.late)[1], _ALL
+    if chain.scope != "row" and len(share.own) < len(share.batch):
+        batch, own = _with_untrained(batch, share, results)
+    result = run_chain(chain, batch, record.kl_coefficient)
+    if "rollout_is_weights" in result.columns:
+        importance_weights(sample_tokens(batch, result.columns["rollout_is_weights"]))
+    changed = {name: values[own] for name, values in result.columns.items()}
+    batch = batch.with_columns(**result.columns)
+    made = {"advantages": result.advantages, "returns": result.returns}
+    computed = {
+        name: expand(batch, result.level, values)[own] for name, values in made.items() if values is not None
+    }
+    return changed, computed, (result.metrics, result.weights)
 
 
 def _with_untrained(batch: PackedBatch, share: Share, results: BatchResults) -> tuple[PackedBatch, Tensor]:

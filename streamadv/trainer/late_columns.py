@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
+import numpy as np
 import torch
+from redis.exceptions import OutOfMemoryError
 from torch import Tensor
 
+from ..advantage.results import BatchResults
 from ..algorithms.chain import Chain
 from ..errors import LateColumnError, SettingError
+from ..grouping.layout import Layout
 from ..messages import brief, one_line
+from ..run import Run
+from ..run.kept import LATE_OF, Numbers, is_kept, pack_results, share_kept
+from ..store.retry import RETRYABLE
 from ..trajectory.columns import COLUMN_NAME, OUTPUT_COLUMNS
+from ..trajectory.members import Positions, offsets
 from ..trajectory.names import TAKEN_NAMES
 from .cut import RowExtras, cut, token_spans
 from .microbatch import MicroBatch, with_other_columns
@@ -22,6 +31,8 @@ LateColumn = Callable[[MicroBatch], Tensor]
 
 #: Columns that only the weights being trained can fill: they need a supplier, or producers that push them.
 LATE_COLUMNS: Final = frozenset({"old_log_probs", "values"})
+#: Trajectories of one call that hands over what was made of them.
+KEEP_SLICE: Final = 64
 #: Columns that a trajectory is made of, and those that the pipeline makes.
 NEVER_LATE: Final = frozenset({"input_ids", "response_mask", "versions", *OUTPUT_COLUMNS})
 
@@ -69,6 +80,44 @@ def make_late_columns(
             for (start, stop), part in zip(spans, parts, strict=True):
                 made[name][start:stop] = part
     return made
+
+
+def keep_late(
+    run: Run,
+    batch: str,
+    own: Layout,
+    results: BatchResults,
+    positions: Positions,
+    made: Mapping[str, Tensor],
+    epoch: int,
+) -> None:
+    """Hand over what was made of trajectories whose groups commit may keep, so that it can be looked at.
+
+    batch: its id. own: the rank's trajectories, at these positions in the batch. made: [N] by name. A server that is
+    away or has no memory gets nothing: nobody waits for what is only looked at. Raises EpochFencedError.
+    """
+    share = share_kept(run.manifest, "trained")
+    chosen = [is_kept(group.group_id, share) for group in own.groups]
+    members = [member for member, group in enumerate(own.group.tolist()) if chosen[group]]
+    if not members or not made:
+        return
+    bounds = offsets(own.members.table["tokens"]).tolist()
+    arrays = {name: values.cpu().numpy() for name, values in made.items()}
+    arrays = {
+        name: values.view(np.uint8) if values.dtype == np.bool_ else values for name, values in arrays.items()
+    }
+    calls: dict[tuple[int, str], list[str | bytes]] = {}  # by shard and output
+    for member in members:
+        group, part = own.groups[own.group[member]], slice(*bounds[member : member + 2])
+        output = results.results[results.result[positions[member]]].output
+        numbers = [Numbers(name, "token", values[part]) for name, values in arrays.items()]
+        fields = calls.setdefault((group.shard, output), [])
+        fields += [f"{LATE_OF}{own.identity(member)[1]}:{group.group_id}", pack_results(numbers)]
+    with suppress(*RETRYABLE, OutOfMemoryError):
+        for (shard, output), fields in calls.items():
+            for start in range(0, len(fields) if output else 0, 2 * KEEP_SLICE):
+                arguments = [epoch, batch, *fields[start : start + 2 * KEEP_SLICE]]
+                run.shard(shard).call("keep_late", arguments, output=output)
 
 
 def late_values(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tensor:

@@ -59,7 +59,7 @@ SCRIPTS: Final = {
     "trainer": {
         "manifest", "register", "server_id", "take_epoch", "set_trainer", "name_batch", "apply_batch",
         "trained", "commit_session", "commit", "drop_groups",
-        "dead_letter_group", "leave_out", "end_run", "settled", "unapply_batch", "unname_batch",
+        "dead_letter_group", "leave_out", "keep_late", "end_run", "settled", "unapply_batch", "unname_batch",
     },
 }  # fmt: skip
 OPERATORS: Final = {"status", "requeue", "empty_dead"}

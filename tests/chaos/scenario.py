@@ -35,7 +35,9 @@ from tests.support import consumer_of, ended, make_overdue, trajectory, unscored
 from .checks import Identity
 from .victim import SAVE_COMMIT, hooked
 
-SETTINGS: Final = RunSettings(shards=2, redundancy=1, scorers=("judge",), max_trajectory_bytes=1 << 16)
+SETTINGS: Final = RunSettings(
+    shards=2, redundancy=1, scorers=("judge",), max_trajectory_bytes=1 << 16, keep={"trained": 1.0}
+)
 #: Works on tokens and on the whole batch: results travel in hashes of their own, one entry for each shard.
 CHAIN: Final = {"estimator": "gae", "whiten_advantages": True}
 MAX_ROUNDS: Final = 400
@@ -327,6 +329,7 @@ def trainer(world: World) -> Life:
         drop_after=1,
         chain=CHAIN,
         pushed=("values",),
+        late={"ref_log_probs": lambda micro_batch: -micro_batch.input_ids.float()},  # it is kept
         commit="manual",
         settings=SETTINGS,
     )

@@ -61,6 +61,7 @@ def _train(setup: Setup, reached: Hook) -> int:
         max_staleness=setup.max_staleness,
         chain=setup.chain,
         pushed=("values",),
+        late={"ref_log_probs": lambda micro_batch: -micro_batch.input_ids.float()},  # what is kept has it
         commit="manual",
         settings=setup.run_settings,
     )

@@ -31,40 +31,40 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
         "make demo     # a policy learns FrozenLake through the whole pipeline while its workers are killed": "CI runs "
         "make test, and tests/commands/test_demo.py the demo",
     },
-    "docs/how-to/install.md": {"pip install streamadv": "tests of installations do it with the built wheel"},
-    "docs/tutorial.md": {INSTALL: "the same"},
-    "docs/how-to/view.md": {
+    "docs/start/install.md": {"pip install streamadv": "tests of installations do it with the built wheel"},
+    "docs/start/tutorial.md": {INSTALL: "the same"},
+    "docs/operate/view.md": {
         "pip install 'streamadv[view]'": "it serves until Ctrl-C; tests/commands/test_view.py"
     },
-    "docs/demo.md": {
+    "docs/start/demo.md": {
         'make demo ARGS="--metrics-port 9101"': "needs a Prometheus; tests/unit/demo compares its file with the ports"
     },
     "deploy/README.md": {"docker build --file deploy/Dockerfile --tag streamadv:0.2.0 .": "needs Docker"},
-    "docs/how-to/any-agent.md": {
+    "docs/produce/any-agent.md": {
         "pip install 'streamadv[gateway]'": "needs engines; tests/gateway plays with the same commands",
         GATEWAY_RUN: "needs the gateway of the block before",
     },
-    "docs/how-to/compose.md": {
+    "docs/operate/compose.md": {
         "sh secrets.sh exp1        # once: passwords and users of run exp1, in secrets/": "needs Docker",
         "export STREAMADV_REDIS_URL=redis://streamadv-producer@127.0.0.1:6379/0 STREAMADV_RUN=exp1 \\": "the same",
         "docker compose --profile core run --rm grouper runs create --max-bytes 1gb": "the same",
     },
-    "docs/how-to/kubernetes.md": {
+    "docs/operate/kubernetes.md": {
         "helm upgrade --install exp1 deploy/helm/streamadv --namespace rl --values values.yaml": "needs a cluster",
         "sh deploy/secrets.sh exp1        # passwords, and users.acl with a user for each role": "the same",
         "kubectl -n rl exec deploy/exp1-streamadv-grouper -- streamadv status": "the same",
     },
 }
 if find_spec("transformers") is None:
-    NOT_RUN["docs/how-to/engines.md"] = {TRANSFORMERS: "needs pip install 'streamadv[examples]'"}
-for package in ("ray", "trl", "verifiers"):
-    page = f"docs/how-to/{package}.md"
+    NOT_RUN["docs/produce/engines.md"] = {TRANSFORMERS: "needs pip install 'streamadv[examples]'"}
+for package, folder in (("ray", "operate"), ("trl", "train"), ("verifiers", "produce")):
+    page = f"docs/{folder}/{package}.md"
     if find_spec(package) is None:
         reason = f"`make test-integrations` runs it, in an environment that has {package}"
         NOT_RUN[page] = {block.first_line: reason for block in blocks_of(page) if block.runs}
     else:
         NOT_RUN[page] = {f"pip install 'streamadv[{package}]'": INSTALLED}
-NOT_RUN["docs/how-to/verl.md"] = {
+NOT_RUN["docs/train/verl.md"] = {
     "pip install 'streamadv[verl]'": INSTALLED,
     "python3 -m verl.trainer.main_ppo \\": "needs GPUs; tests/integrations/verl/test_entry.py runs it up to there",
 }
@@ -74,7 +74,7 @@ STORIES: Final = [
     if any(block.runs and block.first_line not in NOT_RUN.get(page, {}) for block in blocks_of(page))
 ]
 #: What a new user reads first: `make test` runs these.
-FIRST: Final = ("README.md", "docs/tutorial.md", "docs/how-to/producers.md", "docs/how-to/resume.md")
+FIRST: Final = ("README.md", "docs/start/tutorial.md", "docs/produce/producers.md", "docs/train/resume.md")
 LIMIT_S: Final = 400.0
 
 
@@ -86,7 +86,7 @@ def reward_rises(log: str, by: float) -> None:
 #: What else the output of a page has to show.
 CHECKS: Final[dict[str, Callable[[str], None]]] = {
     "README.md": lambda log: reward_rises(log, 0.4),
-    "docs/tutorial.md": lambda log: reward_rises(log, 0.1),
+    "docs/start/tutorial.md": lambda log: reward_rises(log, 0.1),
 }
 
 _context = multiprocessing.get_context("forkserver")

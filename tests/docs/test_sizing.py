@@ -1,4 +1,4 @@
-"""The plan of docs/how-to/sizing.md is that of docs/measurements/scaling.md, and of `streamadv bench scaling`."""
+"""The plan of docs/operate/sizing.md is that of docs/understand/scaling.md, and of `streamadv bench scaling`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from benchmarks.scaling import LONG, PARTS, SHORT, UTILISATION, Costs, Linear
 
 from .story import ROOT, blocks_of
 
-SCALING: Final = "docs/measurements/scaling.md"
+SCALING: Final = "docs/understand/scaling.md"
 Plan = Callable[..., dict[str, float]]
 
 
 @pytest.fixture(scope="module")
 def sizing() -> dict[str, Any]:
     """The names of plan.py."""
-    (code,) = [block.code for block in blocks_of("docs/how-to/sizing.md") if 'title="plan.py"' in block.title]
+    (code,) = [
+        block.code for block in blocks_of("docs/operate/sizing.md") if 'title="plan.py"' in block.title
+    ]
     names: dict[str, Any] = {}
     with redirect_stdout(StringIO()):
         exec(code, names)

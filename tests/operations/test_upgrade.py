@@ -1,4 +1,4 @@
-"""docs/how-to/upgrade.md with two releases: the package as it is, and a copy that says that it is a later one."""
+"""docs/operate/upgrade.md with two releases: the package as it is, and a copy that says that it is a later one."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_release_with_another_schema_version_refuses_the_run_and_serves_anothe
         push_groups(producer, 2)
     with Connection(redis_url) as connection:
         before = {key: connection.scripts.dump(key) for key in connection.scripts.keys("*")}
-        page = (ROOT / "docs/how-to/upgrade.md").read_text()
+        page = (ROOT / "docs/operate/upgrade.md").read_text()
         said = re.search(r"^run exp1 has schema version .*$", page, re.MULTILINE)
         assert said is not None
         numbers = f"schema version {SCHEMA_VERSION}, this release reads {SCHEMA_VERSION + 1}"

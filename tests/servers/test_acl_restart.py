@@ -40,7 +40,7 @@ def running(binary: str, port: int, folder: Path) -> Iterator[None]:
             process.kill()
 
 
-@pytest.mark.parametrize("source", ["deploy/secrets.sh", "docs/how-to/server.md"])
+@pytest.mark.parametrize("source", ["deploy/secrets.sh", "docs/operate/server.md"])
 @pytest.mark.parametrize("name", sorted(server_binaries()))
 @pytest.mark.server
 def test_a_server_with_these_users_reads_all_of_its_file_back(name: str, source: str, tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ import pytest
 ROOMS = (
     "version", "errors", "messages", "logs", "units", "clock", "doors", "forks", "launcher", "extras", "tracing",
     "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "prompts", "producer",
-    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "archive", "view", "trainer",
+    "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "archive", "view",
     "processes", "integrations", "gateway", "demo", "cli", "testing",
 )  # fmt: skip
 #: Rooms and modules that only run where an extra is installed; all others are imported without.
 WITH_EXTRAS = (
     "integrations",
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
-    *("archive.rewind", "archive.compare", "archive.table"),
+    *("archive.rewind", "archive.late", "archive.compare", "archive.table"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
     *(f"gateway.{name}" for name in ("asking", "dialects", "engines", "http", "server", "tokens")),
     *("view.app", "view.pages", "view.serve"),

@@ -42,7 +42,7 @@ WHERE: Final[list[Panel]] = [
         "ops",
         "Groups a second that ended. stale, oversize, rolled_back and missing_column are counted when a batch is "
         "named: such a group was counted as complete or partial before.",
-        "complete and partial should prevail. What to do about the others: docs/how-to/troubleshooting.md.",
+        "complete and partial should prevail. What to do about the others: docs/operate/troubleshooting.md.",
         Target(f"{rate('groups_total', by='outcome')} > 0", "{{outcome}}"),
         stack=True,
     ),
@@ -70,7 +70,7 @@ WAITING: Final[list[Panel]] = [
         "Why nothing moves, over time",
         "short",
         "Reasons why the run stands still, by its status: 1 while a reason holds.",
-        "docs/how-to/troubleshooting.md has meaning and remedy of each. pacing alone: producers are as far ahead as "
+        "docs/operate/troubleshooting.md has meaning and remedy of each. pacing alone: producers are as far ahead as "
         "they should be. No line: everything moves, or the run cannot be read.",
         Target(f"max by (reason) ({selector('run_blocked')} == 1)", "{{reason}}"),
         stack=True,

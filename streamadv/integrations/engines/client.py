@@ -1,8 +1,9 @@
-"""A client of inference engines that keeps their own token ids and log-probs. Needs httpx, the extra `engines`."""
+"""A client of inference engines that keeps their own token ids and log-probs. Needs aiohttp, the extra `engines`."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, Self
 
@@ -12,8 +13,8 @@ from ...messages import brief, one_line
 from .answers import from_openai, from_sglang
 from .completion import Completion
 
-require("EngineClient", "httpx")
-import httpx  # noqa: E402  after the check, which names the extra
+require("EngineClient", "aiohttp")
+import aiohttp  # noqa: E402  after the check, which names the extra
 
 #: Answers after which the same request may succeed: the engine loads weights, restarts or is full.
 _AGAIN: Final = frozenset((408, 425, 429, 500, 502, 503, 504))
@@ -66,9 +67,9 @@ class EngineClient:
         """Version of the engine's weights: set it when they are loaded. A completion has the one it began with."""
         self._url, self._kind, self._model = url.rstrip("/").removesuffix("/v1"), kind, model
         self._tries, self._sampling = tries, sampling
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._http: aiohttp.ClientSession | None = None  # belongs to the event loop of the first request
 
     async def chat(
         self,
@@ -113,7 +114,8 @@ class EngineClient:
         return from_sglang(await self._request("POST", "/generate", asked), prompt, version=version)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,15 +138,21 @@ class EngineClient:
         self, method: str, path: str, asked: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """The answer as JSON, after `tries` at most."""
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._http = aiohttp.ClientSession(
+                connector=connector, headers=self._headers, timeout=self._timeout
+            )
         for left in reversed(range(self._tries)):
             try:
-                answer = await self._http.request(method, self._url + path, json=asked)
-                if answer.is_success:
-                    found: dict[str, Any] = answer.json()
+                async with self._http.request(method, self._url + path, json=asked) as answer:
+                    data = await answer.read()
+                if answer.ok:
+                    found: dict[str, Any] = json.loads(data)
                     return found
-                problem = f"{answer.status_code} {one_line(answer.text)}"
-                may_pass = answer.status_code in _AGAIN
-            except httpx.TransportError as error:
+                problem = f"{answer.status} {one_line(data.decode(errors='replace'))}"
+                may_pass = answer.status in _AGAIN
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 problem, may_pass = f"{type(error).__name__} {one_line(str(error))}".rstrip(), True
             if not (left and may_pass):
                 break

@@ -1,4 +1,4 @@
-"""What actors cost beside plain worker processes: the figures of docs/how-to/ray.md.
+"""What actors cost beside plain worker processes: the figures of docs/operate/ray.md.
 
 python -m tests.integrations.ray.cost [SECONDS]
 """

@@ -1,4 +1,4 @@
-"""What the queue adds to a step of QueueGRPOTrainer, beside a step of the model: the figures of docs/how-to/trl.md.
+"""What the queue adds to a step of QueueGRPOTrainer, beside a step of the model: the figures of docs/train/trl.md.
 
 python -m tests.integrations.trl.cost [TOKENS]
 """

@@ -1,4 +1,4 @@
-"""What an episode costs on its way into a push: the figures of docs/how-to/verifiers.md.
+"""What an episode costs on its way into a push: the figures of docs/produce/verifiers.md.
 
 python -m tests.integrations.verifiers.cost
 """

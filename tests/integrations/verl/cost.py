@@ -1,4 +1,4 @@
-"""What the queue adds to a step of verl's trainer: the figures of docs/how-to/verl.md.
+"""What the queue adds to a step of verl's trainer: the figures of docs/train/verl.md.
 
 python -m tests.integrations.verl.cost [TOKENS]
 """

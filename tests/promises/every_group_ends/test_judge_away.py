@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from streamadv.grouping import away as away_module
 from streamadv.grouping.away import Away
 from streamadv.grouping.scorer import Scorer
 from streamadv.grouping.scores import AWAY, ScoreError
+from tests.clusters import until
 from tests.support import (
     Forward,
     group_all,
@@ -69,8 +72,38 @@ def test_an_outage_costs_no_try(
         assert group_all(joined) == ["complete"]
     assert ledger(joined)["dropped"] == {}
     assert not joined.connection.scripts.exists(joined.keys.home.attempts)
-    events = [getattr(each, "event", "") for each in caplog.records]
-    assert events.count("judge_away") == 1  # a line now and then
+    assert events(caplog).count("judge_away") == 1  # a line now and then
+    assert problems(joined) == []
+
+
+def test_a_judge_is_away_while_something_waits_for_it(
+    redis_url: str, run: str, forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if others are scored meanwhile, from a cache or by another judge."""
+    caplog.set_level(logging.INFO)
+    back = threading.Event()
+
+    async def judge(trajectories: Trajectories) -> list[Any]:
+        absent = JudgeAwayError("503")
+        return [absent if each.group_id == "waits" and not back.is_set() else 1.0 for each in trajectories]
+
+    with producing(redis_url, run, {"scorers": ("s",), "group_deadline_s": 80.0}) as producer:
+        joined = join(redis_url, run)
+        producer.push([unscored("waits", 0, 1)])
+        scorer = Scorer(redis_url, run, "s")
+        with threads(lambda stop: scorer.run(judge, stop)):
+            until(lambda: "judge_away" in events(caplog), "the judge is asked")
+            make_overdue(joined, "waits", now_ms(joined) + 5000)
+            for number in range(6):
+                forward(3.0)
+                producer.push([unscored(f"g{number}", 0, 1)])
+                wait_for_rollouts(joined, number + 1)
+            until(lambda: deadlines(joined)["waits"] - now_ms(joined) > 60_000, "it gets its time again")
+            assert "judge_back" not in events(caplog)
+            back.set()
+            wait_for_rollouts(joined, 7)
+            until(lambda: "judge_back" in events(caplog), "nothing waits")
+        assert group_all(joined) == ["complete"] * 7
     assert problems(joined) == []
 
 
@@ -79,23 +112,33 @@ def test_groups_that_wait_for_a_judge_keep_their_time(redis_url: str, run: str, 
         joined = join(redis_url, run)
         for name in ("waiting", "also"):
             producer.push([unscored(name, 0, 2)])
-        for name in ("waiting", "also"):
-            make_overdue(joined, name, now_ms(joined) + 5000)
         away = Away(joined, "s")
-        away.keep_groups_open()  # nobody is away
+
+        def kept() -> bool:
+            for name in ("waiting", "also"):
+                make_overdue(joined, name, now_ms(joined) + 5000)
+            away.keep_groups_open()
+            left = [deadline - now_ms(joined) for deadline in deadlines(joined).values()]
+            assert len({each > 5000 for each in left}) == 1
+            return left[0] > 70_000
+
+        assert not kept()  # nobody is away
         away.pause_s(ScoreError(AWAY, "503"), 0)
-        away.keep_groups_open()  # not for long
-        left = [deadline - now_ms(joined) for _, deadline in deadlines(joined)]
-        assert all(each <= 5000 for each in left)
+        assert kept()
+        assert not kept()  # they were just now
+        away.over()
+        away.pause_s(ScoreError(AWAY, "503"), 0)
+        assert not kept()
         forward(11.0)
-        away.keep_groups_open()
-        assert all(deadline - now_ms(joined) > 70_000 for _, deadline in deadlines(joined))
+        assert kept()
         away.over()
     assert problems(joined) == []
 
 
-def deadlines(joined: Any) -> list[tuple[bytes, float]]:
-    found: list[tuple[bytes, float]] = joined.connection.scripts.zrange(
-        joined.keys.shard(0).open, 0, -1, withscores=True
-    )
-    return found
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [getattr(each, "event", "") for each in caplog.records]
+
+
+def deadlines(joined: Any) -> dict[str, float]:
+    found = joined.connection.scripts.zrange(joined.keys.shard(0).open, 0, -1, withscores=True)
+    return {name.decode(): float(at) for name, at in found}

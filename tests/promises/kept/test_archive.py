@@ -136,6 +136,21 @@ def test_a_batch_is_computed_again_without_a_server(
     assert f"no group of batch 9 is kept in archive {tmp_path}" in capsys.readouterr().err
 
 
+def test_a_batch_with_late_columns_is_computed_again_without_a_server(
+    redis_url: str, run: str, tmp_path: Path, capsys: Any
+) -> None:
+    joined = kept_run(redis_url, run, shards=2)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 4)
+        late = {"values": lambda micro_batch: micro_batch.input_ids * 0.1}
+        delivered = train(joined, 4, {"estimator": "gae"}, late=late)
+    archive_all(joined, tmp_path)
+    assert cli.main(["rewind", "--batch", "0", "--archive", str(tmp_path), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.endswith("4 groups, 8 rollouts\nbit-identical\n")
+    for place, each in archived(tmp_path).items():
+        assert np.array_equal(each.rows[0].advantages, delivered[place].rows[0].advantages)
+
+
 def archived_run(url: str, run: str, **settings: Any) -> Run:
     """A run with the setting `archive`, whose shares say to keep nothing."""
     nothing = {"trained": 0.0, "dropped": 0.0, "eval": 0.0, "dead": 0.0}

@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from streamadv import cli
+import streamadv as sa
+from streamadv import MicroBatch, cli
 from streamadv.algorithms import build_chain, estimator_names, preset_names
 from streamadv.algorithms.registry import get_estimator
+from streamadv.trainer.late_columns import NEVER_LATE
+from streamadv.trajectory.columns import KNOWN_COLUMNS
 from tests.support import (
     Run,
     TrainerQueue,
+    change_late,
     change_results,
     delivered_batch,
+    problems,
     producing,
     push_groups,
     trajectory,
@@ -92,24 +97,37 @@ def test_all_estimators_are_among_them() -> None:
     assert given == {build_chain(name).config.estimator for name in CHAINS}
 
 
+def trained_by_ranks(joined: Run, world_size: int, chain: Any, **more: Any) -> None:
+    """One batch of 7 groups."""
+    ranks: list[TrainerQueue] = []
+    for rank in range(world_size):
+        options: dict[str, Any] = {"epoch": ranks[0].epoch} if ranks else {}
+        options |= {
+            "batch_groups": 7,
+            "tokens_per_micro_batch": 48,
+            "commit": "manual",
+            "chain": chain,
+            **more,
+        }
+        ranks.append(
+            TrainerQueue(joined.connection, joined.name, rank=rank, world_size=world_size, **options)
+        )
+    for queue, part in [(queue, delivered_batch(queue, joined)) for queue in ranks]:
+        queue.trained(part)
+    ranks[0].commit(ranks[0].state_dict())
+    for queue in ranks:
+        queue.close()
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("chain", ["grpo", {"estimator": "grpo", "whiten_advantages": True}])
 def test_any_number_of_ranks_has_the_same_bits(
     redis_url: str, run: str, rewound: Rewind, world_size: int, chain: Any
 ) -> None:
     joined = kept_run(redis_url, run, shards=2)
-    ranks: list[TrainerQueue] = []
     with producing(redis_url, run) as producer:
         push(producer, 7)
-        for rank in range(world_size):
-            options: dict[str, Any] = {"epoch": ranks[0].epoch} if ranks else {}
-            options |= {"batch_groups": 7, "tokens_per_micro_batch": 48, "commit": "manual", "chain": chain}
-            ranks.append(TrainerQueue(joined.connection, run, rank=rank, world_size=world_size, **options))
-        for queue, part in [(queue, delivered_batch(queue, joined)) for queue in ranks]:
-            queue.trained(part)
-        ranks[0].commit(ranks[0].state_dict())
-        for queue in ranks:
-            queue.close()
+        trained_by_ranks(joined, world_size, chain)
     assert rewound() == (0, "batch 0: 7 groups, 28 rollouts\nbit-identical\n")
 
 
@@ -170,19 +188,115 @@ def test_a_chain_over_the_batch_needs_all_of_it(redis_url: str, run: str, rewoun
     assert rewound("--chain", "rloo")[0] == 0  # which looks at single groups
 
 
-def test_what_the_trainer_computed_is_not_kept(redis_url: str, run: str, rewound: Rewind) -> None:
+def late_values(micro_batch: MicroBatch) -> torch.Tensor:
+    """What weights might make of a token: a number of it and of its place."""
+    place = torch.cat([torch.arange(int(rows)) for rows in micro_batch.cu_seqlens.diff()])
+    return -torch.frac(micro_batch.input_ids.float() * 0.37 + place * 0.11)
+
+
+def late_of(chain: Any) -> dict[str, Any]:
+    """Suppliers of all columns of the chain that the trainer could make."""
+    needs = {*build_chain(chain).needs} - {"rollout_log_probs"}
+    return dict.fromkeys(needs & {*KNOWN_COLUMNS} - NEVER_LATE, late_values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", [name for name in CHAINS if late_of(name)])
+def test_every_preset_gives_the_same_bits_with_late_columns(
+    redis_url: str, run: str, rewound: Rewind, chain: str
+) -> None:
+    joined = kept_run(redis_url, run, shards=2)
+    with producing(redis_url, run) as producer:
+        push(producer, 5)
+        made = train(joined, 5, chain, late=late_of(chain))
+    assert problems(joined) == []
+    assert rewound() == (0, "batch 0: 5 groups, 20 rollouts\nbit-identical\n")
+    assert_kept_as_delivered(joined, made)
+
+
+def assert_kept_as_delivered(joined: Run, made: Any) -> None:
+    """Late columns and what was computed from them can be looked at."""
+    kept = {(each.group_id, each.rollout_index): each for each in sa.kept(joined.connection, run=joined.name)}
+    for identity, delivered in made.items():
+        for row, was in zip(kept[identity].rows, delivered.rows, strict=True):
+            assert np.array_equal(row.advantages, was.advantages)
+            assert np.array_equal(row.returns, was.returns)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_number_of_ranks_has_the_same_late_bits(
+    redis_url: str, run: str, rewound: Rewind, world_size: int
+) -> None:
+    joined = kept_run(redis_url, run, shards=2)
+    with producing(redis_url, run) as producer:
+        push(producer, 7)
+        trained_by_ranks(joined, world_size, {"estimator": "gae"}, late={"values": late_values})
+    assert problems(joined) == []
+    assert rewound() == (0, "batch 0: 7 groups, 28 rollouts\nbit-identical\n")
+
+
+def test_a_batch_that_was_delivered_twice_has_the_late_columns_of_the_second_time(
+    redis_url: str, run: str, rewound: Rewind
+) -> None:
+    joined = kept_run(redis_url, run)
+    options: dict[str, Any] = {"batch_groups": 2, "chain": {"estimator": "gae"}, "commit": "manual"}
+    with producing(redis_url, run) as producer:
+        push(producer, 2)
+        first = TrainerQueue(
+            joined.connection, run, late={"values": lambda batch: late_values(batch) / 2}, **options
+        )
+        delivered_batch(first, joined)
+        first.close()
+        assert problems(joined) == []  # also while it is in flight
+        made = train(joined, 2, {"estimator": "gae"}, late={"values": late_values})
+    assert problems(joined) == []
+    assert rewound()[0] == 0
+    assert_kept_as_delivered(joined, made)
+
+
+def test_a_late_bit_that_differs_is_named(
+    redis_url: str, run: str, rewound: Rewind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        push(producer, 2)
+        train(joined, 2, {"estimator": "gae"}, late={"values": late_values})
+    change_late(joined, "g1", "values", 1)
+    status, out = rewound()
+    assert status == 1
+    assert "first difference: group g1, rollout 0, token " in out
+    assert ", advantages: kept " in out
+
+
+def test_without_late_columns_the_workers_part_is_compared(redis_url: str, run: str, rewound: Rewind) -> None:
     joined = kept_run(redis_url, run)
     chain = {"estimator": "gae", "reward": {"clip": 1.0}}
     with producing(redis_url, run) as producer:
         producer.push([trajectory("g", index, 2, reward=2.0 * index) for index in range(2)])
-        train(joined, 1, chain, late={"values": lambda batch: torch.zeros(batch.num_tokens)})
+        # Rank 1 never gets its part of the batch.
+        rank = TrainerQueue(
+            joined.connection, run, world_size=2, rank=0, job="j", batch_groups=1, commit="manual", chain=chain,
+            late={"values": late_values},
+        )  # fmt: skip
+        rank.trained(delivered_batch(rank, joined))
+        rank.commit(rank.state_dict())
+        rank.close()
     status, out = rewound()
     assert status == 0
-    assert "late: the trainer supplied values, what it computed from there on is not kept" in out
-    assert "the workers' part is reward" in out
-    assert "0 of 0" in rewound("--chain", "grpo")[1]
+    assert (
+        "late: what the trainer made of values is not kept of 1 rollout; the steps before are compared" in out
+    )
     status, out = rewound("--chain", "ppo")
     assert (status, "the chain needs column values, which was not pushed" in out) == (1, True)
+
+
+def test_another_chain_has_the_late_columns(redis_url: str, run: str, rewound: Rewind) -> None:
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        producer.push([trajectory("g", index, 2, reward=2.0 * index) for index in range(2)])
+        train(joined, 1, {"estimator": "gae"}, late={"values": late_values})
+    status, out = rewound("--chain", "ppo")
+    assert (status, " of 6" in out) == (0, True)
 
 
 def test_another_chain_says_what_would_have_changed(

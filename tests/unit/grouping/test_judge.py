@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -103,6 +106,31 @@ def test_what_is_remembered_is_a_score(score: Any, tmp_path: Path) -> None:
     assert ask(Judge(judge, cache=file), item(1)) == ask(Judge(judge, cache=file), item(1)) == [score]
 
 
+@pytest.mark.parametrize("wrong", ["n/a", [1.0], {1: 0.5}, float("nan"), object()])
+def test_what_the_scorer_refuses_is_asked_for_again(wrong: Any) -> None:
+    answers = [wrong, 1.0]
+
+    async def judge(trajectory: Any) -> Any:
+        return answers.pop(0)
+
+    judge_ = Judge(judge)
+    ask(judge_, item(1))
+    assert ask(judge_, item(1)) == [1.0]
+
+
+def test_a_cache_that_fails_costs_no_score(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    service, file = Service(), tmp_path / "scores"
+    judge = Judge(service, cache=str(file))
+    assert ask(judge, item(1)) == [1.0]
+    with sqlite3.connect(file) as other:
+        other.execute("DROP TABLE scores")
+    assert ask(judge, item(2), item(1), item(2)) == [2.0, 1.0, 2.0]
+    assert service.asked == [1, 2]
+    assert [each.getMessage() for each in caplog.records] == [
+        "the judge's cache fails (no such table: scores): scores are remembered by this process alone"
+    ]
+
+
 def test_what_is_no_score_and_what_has_no_key_is_not_remembered() -> None:
     service = Service(ValueError("no verdict"))
     judge = Judge(service)
@@ -128,7 +156,17 @@ class APIConnectionError(Exception):
 
 @pytest.mark.parametrize(
     "error",
-    [ConnectionRefusedError("nobody"), StatusError(503), StatusError(429, "7"), APIConnectionError("x")],
+    [
+        *(
+            ConnectionRefusedError("nobody"),
+            socket.gaierror(-3, "no name"),
+            OSError(errno.EHOSTUNREACH, "no route"),
+        ),
+        OSError(
+            "Multiple exceptions: [Errno 111] of ::1, [Errno 111] of 127.0.0.1"
+        ),  # asyncio.open_connection
+        *(StatusError(503), StatusError(429, "7"), APIConnectionError("x")),
+    ],
 )
 def test_an_outage_makes_all_wait_that_have_not_been_asked(error: Exception) -> None:
     service = Service(error)
@@ -139,9 +177,30 @@ def test_an_outage_makes_all_wait_that_have_not_been_asked(error: Exception) -> 
 
 
 def test_an_error_of_one_request_is_its_own() -> None:
-    answers = ask(Judge(Service(StatusError(500)), concurrency=1), item(0), item(1))
-    assert isinstance(answers[0], StatusError)
-    assert answers[1] == 1.0
+    for error in (StatusError(500), OSError(errno.EIO, "disk"), FileNotFoundError("prompt.txt")):
+        answers = ask(Judge(Service(error), concurrency=1), item(0), item(1))
+        assert answers == [error, 1.0]
+
+
+def test_a_client_that_finds_nobody_is_an_outage() -> None:
+    @asynccontextmanager
+    async def client() -> AsyncIterator[None]:
+        raise ConnectionRefusedError("nobody")
+        yield
+
+    service = Service()
+    answers = ask(Judge(lambda client, each: service(each), client=client), item(0), item(1))
+    assert [type(each) for each in answers] == [JudgeAwayError] * 2
+    assert service.asked == []
+
+
+def test_an_answer_that_never_comes_is_an_outage() -> None:
+    async def judge(trajectory: Any) -> float:
+        return float(await asyncio.Event().wait())
+
+    (away,) = ask(Judge(judge, answer_s=0.01), item(0))
+    assert isinstance(away, JudgeAwayError)
+    assert "no answer within 0.01 s: raise answer_s" in str(away)
 
 
 def test_a_late_answer_is_an_outage_only_if_no_other_comes() -> None:
@@ -194,6 +253,7 @@ async def test_a_function_of_a_group_asks_for_pairs() -> None:
     [
         ({"concurrency": 0}, "concurrency is 0, needs"),
         ({"per_minute": 0}, "per_minute is 0, needs"),
+        ({"answer_s": 0}, "answer_s is 0, needs"),
         ({"remember": -1}, "remember is -1"),
     ],
 )

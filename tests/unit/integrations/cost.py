@@ -1,4 +1,4 @@
-"""What the client of engines costs for each turn: the figures of docs/how-to/engines.md.
+"""What the client of engines costs for each turn: the figures of docs/produce/engines.md.
 
 python -m tests.unit.integrations.cost
 """

@@ -116,7 +116,7 @@ async def test_a_request_is_tried_again_while_the_engine_is_busy() -> None:
                 await found.complete([1])
             assert len(engine.requests) == 7
     async with EngineClient(f"http://127.0.0.1:{free_port()}", model="m", tries=2) as found:
-        with pytest.raises(EngineError, match="ConnectError"):
+        with pytest.raises(EngineError, match="ClientConnectorError"):
             await found.complete([1])
 
 
@@ -126,7 +126,7 @@ def test_settings_are_checked(options: dict[str, Any]) -> None:
         EngineClient("http://localhost", **options)
 
 
-@pytest.mark.parametrize(("module", "package"), [("client", "httpx"), ("local", "torch")])
+@pytest.mark.parametrize(("module", "package"), [("client", "aiohttp"), ("local", "torch")])
 def test_a_missing_package_is_one_line(module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"streamadv.integrations.engines.{module}"
     monkeypatch.setitem(sys.modules, package, None)

@@ -23,7 +23,7 @@ KEYS = ShardKeys("r:0:0")
 #: May be refused above maxmemory: they bring data in. `ahead` and `server_id` write nothing.
 WRITERS_OF_NEW_DATA = {
     *("push", "cancel", "begin", "columns", "turn", "share"),
-    *("server_id", "ahead", "read_prompt_ends"),
+    *("server_id", "ahead", "read_prompt_ends", "keep_late"),
 }
 
 
@@ -123,9 +123,13 @@ FENCED = [name for name in NAMES if scripts.load(name).fence is not None]
 
 @pytest.mark.parametrize("name", FENCED)
 def test_a_fenced_script_changes_nothing_for_an_older_epoch(fake: Connection, name: str) -> None:
-    script = scripts.load(name)
+    script, full = scripts.load(name), {"output": KEYS.output("id")}
     given = {
-        key.name: [] if key.is_list else getattr(KEYS, key.kinds[0]) if key.from_caller else "id"
+        key.name: []
+        if key.is_list
+        else full.get(key.name) or getattr(KEYS, key.kinds[0])
+        if key.from_caller
+        else "id"
         for key in script.keys
         if key.from_caller or key.name in MANY_KINDS
     }

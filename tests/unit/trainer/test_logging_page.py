@@ -1,4 +1,4 @@
-"""docs/how-to/logging.md names every figure, and its example for any tracker logs them."""
+"""docs/train/logging.md names every figure, and its example for any tracker logs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import delivered_batch, join, next_batch, producing, push_groups
 
-PAGE = Path(sa.__file__).parents[1] / "docs" / "how-to" / "logging.md"
+PAGE = Path(sa.__file__).parents[1] / "docs" / "train" / "logging.md"
 
 
 def test_the_example_for_any_tracker_logs_every_figure_of_every_batch(fake: Connection) -> None:
