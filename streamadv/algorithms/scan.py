@@ -84,10 +84,6 @@ def _recurrence(values: Tensor, factors: Tensor) -> Tensor:
 
 def turn_mean(values: Tensor, tokens: Trainable) -> Tensor:
     """[N] float64: the mean of `values` [N] over a turn, on all its tokens; 0 outside."""
-    if kernels.on_cpu(values):
-        mean = torch.empty(len(values), dtype=torch.float64)
-        kernels.turn_mean(*map(kernels.as_array, (values, tokens.mask, tokens.offsets, mean)))
-        return mean
     turn = torch.cumsum(_ends_turn(tokens), 0) - _ends_turn(tokens).to(torch.int64)  # number of turns before
     sums, counts = (keyed_sum(tokens.only(x), turn, len(values)) for x in (values, tokens.mask))
     return tokens.only((sums / counts.clamp(min=1))[turn])

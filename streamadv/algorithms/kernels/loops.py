@@ -178,23 +178,6 @@ def turn_returns(rewards, mask, offsets, gamma, result):
 
 
 @kernel
-def turn_mean(values, mask, offsets, result):
-    """The mean over a turn, on all its tokens; see `scan.turn_mean`."""
-    for row in range(len(offsets) - 1):
-        start, end = offsets[row], offsets[row + 1]
-        while start < end:
-            stop, total = start, 0.0
-            while stop < end and mask[stop]:
-                total += values[stop]
-                stop += 1
-            for t in range(start, stop):
-                result[t] = total / (stop - start)
-            if stop < end:
-                result[stop] = 0
-            start = stop + 1
-
-
-@kernel
 def statistics(values, mask):
     """Of the elements that count; see `whitening.Summary`.
 
