@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `packed` is the batch, with `packing` (from trajectories to a batch), `parts` (some of its trajectories),
+- `packed` is the batch, with `packing` (from trajectories to a batch),
   `packed_checks` (what must hold of one), `segments` (sums and moments, which tokens count) and `scan` (reverse
   recurrences, turns). `kernels` are the compiled loops on a CPU; the function that calls a kernel has the same in
   torch, for other devices, beside it.

@@ -22,8 +22,7 @@ from ..store.reasons import Reason
 from . import traces
 from .carryover import running_with
 from .commit import commit, commit_arguments
-from .dropped import warn_of_oversize
-from .exclusion import drop
+from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
 from .prompts import RunPrompts
 from .record import BatchRecord, NamingSettings, name_batch, read_records

@@ -27,7 +27,7 @@ from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
 from ..run.manifest import RunSettings
-from ..run.payloads import FetchedPacket, fetch_columns
+from ..run.packets import FetchedPacket, fetch_columns
 from ..settings import run_name
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
