@@ -1,7 +1,8 @@
 """Keeps a group out of training: drops it when a batch is named, or excludes it from a named batch.
 
 A group excluded from a named batch becomes a dead letter; a single trajectory is left out. Repeating any of this
-changes nothing: only the call that deletes the entry of the groups log counts its group.
+changes nothing: only the call that deletes the entry of the groups log counts its group. `DroppedGroups` are figures for the trainer,
+and lines of the log, about what rank 0 dropped.
 """
 
 from __future__ import annotations

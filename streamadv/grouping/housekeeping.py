@@ -1,4 +1,9 @@
-"""A grouper's work once a second: deadlines, scores, lost producers, dead letters, kept groups, garbage."""
+"""A grouper's work once a second: deadlines, scores, lost producers, dead letters, kept groups, garbage.
+
+A group belongs to the instance of a producer that was the last to open it, push to it or touch it. If that instance
+is lost, or a later instance has its name, the group stops counting in pacing. It stays open, and counts again as soon
+as any producer pushes to it or touches it. Prompts that it has leased are there for others.
+"""
 
 from __future__ import annotations
 
