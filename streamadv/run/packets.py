@@ -1,6 +1,7 @@
-"""Reads a packet from an entry of the rollouts stream or of a scorer's stream.
+"""Reads a packet from an entry of the rollouts stream or of a scorer's stream, and fetches its columns.
 
-Producers may write these streams, so every stage checks an entry before it uses it.
+Producers may write these streams, so every stage checks an entry before it uses it. Only the columns that a stage needs
+are fetched, in slices that the server can buffer.
 """
 
 from __future__ import annotations
