@@ -1,8 +1,8 @@
 """Keeps a group out of training: drops it when a batch is named, or excludes it from a named batch.
 
 A group excluded from a named batch becomes a dead letter; a single trajectory is left out. Repeating any of this
-changes nothing: only the call that deletes the entry of the groups log counts its group. `DroppedGroups` are figures for the trainer,
-and lines of the log, about what rank 0 dropped.
+changes nothing: only the call that deletes the entry of the groups log counts its group. `DroppedGroups` has figures
+for the trainer, and lines of the log, about what rank 0 dropped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def drop(
 def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, epoch: int) -> None:
     """Make a dead letter of a group in a batch, or in none yet ('').
 
-    A shard that does not know the batch does nothing, see "Going back in time" in docs/understand/guarantees.md: rank 0
+    A shard that does not know the batch does nothing, see "Going back in time" in docs/reference/guarantees.md: rank 0
     applies the batch again and repeats this.
     """
     args = [epoch, group.entry, group.group_id, batch_id, *death, group.count, group.size_bytes]

@@ -43,7 +43,7 @@ class Candidates:
         #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
         self._named = set(map(_place, named))
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
-        #: writes has older groups again, see "Going back in time" in docs/understand/guarantees.md.
+        #: writes has older groups again, see "Going back in time" in docs/reference/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
         self._read_whole: set[int] = set()  # shards whose log was read to its end once
@@ -204,6 +204,9 @@ class Leader(Session):
         )
         since = tracing.now()
         fit, unfit = choose(self._candidates, k, limit, rules)
+        # An entry that a server has lost since would make a copy of the one that came again.
+        if unfit and not self.has_same_servers():
+            return [], False
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         drop(self.run, unfit, self.epoch, k, rules.drop_after)
         for group, reason in unfit:
@@ -301,7 +304,8 @@ class Leader(Session):
         has_prompts = False
         for k in committed:
             batch, since = self.batches[k], tracing.now()
-            commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results or ())
+            results = batch.results or ()
+            commit(self.run, batch.record, self.epoch, batch.commit_arguments, results, batch.figures)
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]

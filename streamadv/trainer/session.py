@@ -16,6 +16,7 @@ from ..batch.record import BatchRecord, NamingSettings
 from ..batch.recovery import take_over, undo_other_chains
 from ..errors import SettingError
 from ..messages import log_fields
+from ..metrics.instruments import KL_ESTIMATES
 from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..store.connection import Connection
@@ -86,7 +87,7 @@ class Sessions:
         """The session on the servers as they are now.
 
         After a restart or failover that is a new one, which repeats what the servers may have lost: see "Going back in
-        time" in docs/understand/guarantees.md.
+        time" in docs/reference/guarantees.md.
         """
         if self._run is not None:
             self._run.refresh_if_changed(REFRESH_S)
@@ -230,6 +231,7 @@ class Sessions:
                 f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
             )
         session.note_trained(named.record, batch.kl, batch.num_trajectories)
+        named.figures = {name: batch.metrics[name] for name in KL_ESTIMATES if name in batch.metrics}
         return named.record
 
     def publish_trained(self, record: BatchRecord, weights: str | None) -> None:
