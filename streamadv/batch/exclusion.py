@@ -16,10 +16,9 @@ from typing import Any, Final, NamedTuple
 from .. import clock
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..messages import log_fields, summed_up
-from ..prompts.spec import of_prompt
 from ..run import Run
 from ..run.malformed import reject
-from .commit import is_oversize
+from .commit import is_oversize, of_prompt
 from .record import BatchRecord, Death
 
 #: Groups dropped in one call.
@@ -48,7 +47,7 @@ def drop(
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [
-                    group.entry + of_prompt(group.group_id),
+                    group.entry + of_prompt(group),
                     reason,
                     group.count,
                     len(payloads),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,6 +36,7 @@ class NamingSettings:
     late: tuple[str, ...]
     tokens_per_micro_batch: int | None
     keep_groups: bool = False
+    quotas: Mapping[str, float] = field(default_factory=dict)  # data source -> weight of its share of a batch
 
 
 #: Characters of the ids of a batch that each of its kept groups has, at most.

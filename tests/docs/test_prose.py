@@ -66,6 +66,6 @@ def test_code_and_tables_are_not_prose() -> None:
     assert faults("```text\nwhoever\n```\n\n| whoever | so many |\n") == []
 
 
-@pytest.mark.parametrize("page", [*pages(), "SECURITY.md"])
+@pytest.mark.parametrize("page", [*pages(), "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_a_page_reads_at_once(page: str) -> None:
     assert faults((ROOT / page).read_text()) == []
