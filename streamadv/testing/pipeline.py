@@ -38,7 +38,7 @@ from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
 from .players import Asyncio, Blocking
 from .roles import advantage_worker, grouper, opened
-from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Violation, draw_scene
+from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Scene, Violation, draw_scene
 from .strands import Process
 from .world import URL, World
 
@@ -75,14 +75,20 @@ KEEP: Final = "1.0 1.0 1.0 1.0"
 ARCHIVE_BYTES: Final = 12_000
 
 
-def prompts_of(count: int) -> Prompts:
-    """The prompts of a scene: 0 to count - 1, in two sources whose shares are selected after each batch."""
+def prompts_of(scene: Scene) -> Prompts:
+    """The prompts of a scene, in two sources whose shares are selected after each batch. In some every group solves."""
 
     def select(seen: Mapping[str, TriesSeen]) -> Mapping[str, float]:
         return {"a": 1 + seen["b"].tries % 2, "b": seen["a"].tries % 2}
 
-    of = range(max(3, count))
-    return Prompts({"a": of[:-2], "b": of[-2:]}, epochs=EPOCHS, skip_solved=1, select=select, select_every=1)
+    of, skip_solved = range(max(3, scene.prompts)), int(scene.save_every == 2)
+    options: dict[str, Any] = {
+        "skip_solved": skip_solved,
+        "best_reward": 0.0,
+        "select": select,
+        "select_every": 1,
+    }
+    return Prompts({"a": of[:-2], "b": of[-2:]}, epochs=EPOCHS, **options)
 
 
 class Pipeline:
@@ -102,7 +108,7 @@ class Pipeline:
             archive=self.scene.archive,
             keep_bytes=ARCHIVE_BYTES if self.scene.archive else 1 << 28,
         )
-        self.prompts = prompts_of(self.scene.prompts)
+        self.prompts = prompts_of(self.scene)
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
         self.lives: list[Life] = []

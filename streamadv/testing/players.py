@@ -43,7 +43,6 @@ class _Play:
         """Seconds of one rollout."""
         self.asked = self.world.time
         self.reward: dict[str, Any] = {"reward_later": True} if pipeline.scene.scored else {}
-        self.is_solved = False  # both rollouts of a group get the best reward
         self.needed: dict[str, Any] = {"ref_log_probs": [-1.0] * 5} if pipeline.scene.needs else {}
 
     def trajectory(self, group: Group, index: int) -> Trajectory:
@@ -60,13 +59,12 @@ class _Play:
         return index == 0 or (index == 1 and begun.group_id.endswith(":0"))
 
     def of_prompt(self, index: int, begun: Any) -> dict[str, Any]:
-        """The column that the chain may need, which a third prompt lacks at the first try. A fourth one is solved."""
-        self.is_solved = index == 3
+        """The column that the chain may need, which a third prompt lacks at the first try."""
         lacks = index == 2 and begun.group_id.endswith(":0")
         return {} if lacks or not self.pipeline.scene.needs else {"ref_log_probs": [-1.0] * 5}
 
     def columns(self, index: int) -> dict[str, Any]:
-        reward = self.reward or {"reward": 1.0 if self.is_solved else float(index)}
+        reward = self.reward or {"reward": float(index)}
         return {
             "input_ids": [1, 2, 3, 4, 5],
             "response_mask": [0, 0, 1, 1, 1],
