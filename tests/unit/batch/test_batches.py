@@ -180,7 +180,7 @@ def test_commit_counts_each_member_once(groups: list[LoggedGroup], budget: int |
             states["baseline" if flags & BASELINE else oversize] += 1
         numbers = [states[state] for state in ("trained", "baseline", "oversize")]
         text = " ".join(map(str, [each.entry, *numbers, 100, 1]))
-        assert found == (text, (f"payload-{each.group_id[1:]}",))
+        assert found == (text, (f"payload-{each.group_id[1:]}",), "")
 
 
 @pytest.mark.parametrize("calls", range(7))
