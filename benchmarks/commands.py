@@ -12,7 +12,7 @@ from typing import Any, Final
 from streamadv.cli import add_log_options, settings_from
 from streamadv.errors import SettingError
 from streamadv.extras import TO_COMPUTE
-from streamadv.processes.malloc import keep_freed_memory
+from streamadv.processes.memory import keep_freed_memory
 
 AOF: Final = ("no", "everysec", "always")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..prompts.figures import End
+from ..prompts.figures import End, TriesSeen, by_prompt
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
 from ..store.replies import as_text
@@ -83,6 +83,27 @@ def read_ends(run: Run) -> list[End]:
         for _, fields in found:
             ends.append(End(*(as_text(fields.get(name, b"")) for name in (b"group", b"outcome", b"figures"))))
     return ends
+
+
+@dataclass(frozen=True, slots=True)
+class TriedPrompt:
+    """A prompt with a group among the last ones."""
+
+    name: str  # of the set
+    source: str
+    index: int
+    seen: TriesSeen
+
+
+def tried(run: Run) -> list[TriedPrompt]:
+    """Prompts with a group among the last ones: what is dropped most comes first, then what has the lowest reward."""
+    ends = read_ends(run)
+    found = [
+        TriedPrompt(prompts.name, *place, seen)
+        for prompts in read_sets(run)
+        for place, seen in by_prompt(prompts, ends).items()
+    ]
+    return sorted(found, key=lambda each: (-each.seen.dropped, each.seen.reward_mean or 0.0))
 
 
 def _read_given_up(run: Run, name: str) -> list[str]:
