@@ -1,7 +1,8 @@
 """A small language model that can hold a conversation with a tool, and no more: `python model.py FOLDER`.
 
 It is taught, in seconds, to do one of several things at random: guess, or look with some word and say some word. What
-of it is right, reinforcement learning has to find out. A Qwen3 of 100,000 parameters, as `save_pretrained` writes it.
+of it is right, reinforcement learning has to find out. A Qwen3 of some 130,000
+parameters, as `save_pretrained` writes it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(folder: str, steps: int = 150, seed: int = 0) -> None:
     chance, tokenizer = random.Random(seed), new_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
