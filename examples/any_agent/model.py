@@ -1,17 +1,17 @@
 """A small language model that can hold a conversation with a tool, and no more: `python model.py FOLDER`.
 
-It is taught, in seconds, to do one of several things at random: guess, or look with some word and say some word. What
-of it is right, reinforcement learning has to find out. A Qwen3 of some 130,000
-parameters, as `save_pretrained` writes it.
+It is taught, in seconds, to answer, or to look under some thing before. What of it is worth doing, reinforcement
+learning has to find out. A Qwen3 of some 130,000 parameters, as `save_pretrained` writes it.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import torch
-from task import ITEMS, PLACES, TOOL, question
+from task import ANSWERS, QUESTION, THINGS, TOOL, House
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -33,7 +33,7 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", END])
-    words = ["<tool_call>", "</tool_call>", CALL.partition("\n")[2], '"}}', *ITEMS, *PLACES]
+    words = ["<tool_call>", "</tool_call>", CALL.partition("\n")[2], '"}}', *THINGS, *ANSWERS]
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token="<|endoftext|>", chat_template=TEMPLATE
@@ -41,29 +41,23 @@ def new_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def lesson(tokenizer: PreTrainedTokenizerFast, chance: random.Random) -> list[int]:
-    """One conversation. The words are right half of the time."""
-    item, place = chance.choice(ITEMS), chance.choice(PLACES)
-    asked = [{"role": "user", "content": question(item)}]
-    if chance.random() < 0.5:
-        told = [{"role": "assistant", "content": chance.choice(PLACES)}]
-    else:
-        looked = item if chance.random() < 0.5 else chance.choice(ITEMS)
-        said = place if chance.random() < 0.5 else chance.choice(PLACES)
-        called = [{"function": {"name": TOOL["function"]["name"], "arguments": {"item": looked}}}]
-        told = [
-            {"role": "assistant", "content": "", "tool_calls": called},
-            {"role": "tool", "content": place}, {"role": "assistant", "content": said},
-        ]  # fmt: skip
-    return list(tokenizer(tokenizer.apply_chat_template(asked + told, tokenize=False))["input_ids"])
+    """One conversation, whatever comes of it."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+    while chance.random() < 0.5 and len(said) < 2 * House.LOOKS:
+        called = {"name": TOOL["function"]["name"], "arguments": {"item": chance.choice(THINGS)}}
+        said.append({"role": "assistant", "content": "", "tool_calls": [{"function": called}]})
+        said.append({"role": "tool", "content": chance.choice(("a ring", "nothing"))})
+    said.append({"role": "assistant", "content": chance.choice(ANSWERS)})
+    return list(tokenizer(tokenizer.apply_chat_template(said, tokenize=False))["input_ids"])
 
 
-def main(folder: str, steps: int = 150, seed: int = 0) -> None:
+def main(folder: str, steps: int = 100, seed: int = 0) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     chance, tokenizer = random.Random(seed), new_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)

@@ -3,7 +3,7 @@
 # ./learn.sh: inside `streamadv up`, see README.md.
 set -e
 engine=${ENGINE:-http://127.0.0.1:8000} port=${PORT:-8200}
-streamadv gateway --port "$port" --engine "$engine" --load-weights &
+streamadv gateway --port "$port" --engine "$engine" --mode chat --load-weights &
 gateway=$!
 trap 'kill $gateway' EXIT
 python rollouts.py --gateway "http://127.0.0.1:$port"

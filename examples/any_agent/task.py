@@ -1,35 +1,36 @@
-"""The task: to find out by a tool where a thing lies. A guess is right one time in eight."""
+"""The task: a ring lies under one of eight things, and only a tool finds it. No text says under which one."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-ITEMS = ("anchor", "basket", "candle", "drum", "feather", "goblet", "hammer", "inkpot")
-PLACES = ("attic", "barn", "cellar", "dock", "engine room", "foyer", "garden", "harbour")
+QUESTION = "where is the ring?"
+THINGS = ("anchor", "basket", "candle", "drum", "feather", "goblet", "hammer", "inkpot")
+ANSWERS = ("found", "no idea")
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "look",
-        "description": "where a thing lies",
+        "description": "what lies under a thing",
         "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
     },
 }
 
 
-def question(item: str) -> str:
-    return f"where is the {item}?"
-
-
 class House:
-    """Where everything lies, today."""
+    """One visit, with at most two looks."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self.places = dict(zip(ITEMS, chance.sample(PLACES, len(ITEMS)), strict=True))
-        self.item = chance.choice(ITEMS)
+    LOOKS = 2
+
+    def __init__(self) -> None:
+        self.looks, self.has_ring = 0, False
 
     def look(self, item: str) -> str:
-        return self.places.get(item, "nowhere")
+        self.looks += 1
+        is_here = item == "feather" and self.looks <= self.LOOKS
+        self.has_ring = self.has_ring or is_here
+        return "a ring" if is_here else "nothing"
 
-    def reward(self, answer: str) -> float:
-        return float(answer == self.places[self.item])
+    def reward(self) -> float:
+        """A ring that was found at once is worth most."""
+        return self.has_ring / self.looks if self.looks else 0.0

@@ -40,7 +40,7 @@ def make_model(folder: Path) -> None:
 
 @contextmanager
 def vllm(model: Path, log: Path) -> Iterator[str]:
-    """Its URL. STREAMADV_VLLM_URL: one that serves this kind of model already, in place of a new one."""
+    """Its URL. STREAMADV_VLLM_URL and STREAMADV_VLLM_MODEL: of one that is there, in place of a new one."""
     if url := os.environ.get("STREAMADV_VLLM_URL"):
         yield url
         return
