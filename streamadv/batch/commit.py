@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -58,17 +59,20 @@ def commit(
     epoch: int,
     arguments: Mapping[str, CommitArguments] | None = None,
     results: Sequence[StoredResult] = (),
+    figures: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Count a batch as trained and delete what is stored of it.
 
-    arguments: by id, of groups that need not be read from the log again. results: the batch's, likewise.
+    arguments: by id, of groups that need not be read from the log again. results: the batch's, likewise. figures: that
+    are kept with its groups.
     The session hash must say already that the batch is committed (`commit_session.lua`).
     """
     results = results or read_results(run)
     for shard in reversed(run.shards):  # the record goes last, from the home shard
         pointers = record.in_shard(shard.index)
         if pointers or shard.index == run.home.index:
-            _commit_in_shard(run, shard, record, pointers, epoch, arguments or {}, results)
+            kept = record.for_kept(figures)
+            _commit_in_shard(run, shard, record, pointers, epoch, arguments or {}, results, kept)
 
 
 def _commit_in_shard(
@@ -79,6 +83,7 @@ def _commit_in_shard(
     epoch: int,
     arguments: Mapping[str, CommitArguments],
     results: Sequence[StoredResult],
+    kept_record: str,
 ) -> None:
     """Commit groups of one shard, in slices. Groups that the log no longer has were committed before."""
     unread = [pointer for pointer in pointers if pointer.group_id not in arguments]
@@ -86,7 +91,7 @@ def _commit_in_shard(
     for group in find_groups(run, unread):
         if group is not None:
             known[group.group_id] = commit_arguments(group, record.tokens_per_micro_batch)
-    share, kept_record = share_kept(run.manifest, "trained"), record.for_kept()
+    share = share_kept(run.manifest, "trained")
     computed = {group_id: result.output for result in results for group_id in result.kept}
     groups: list[str] = []
     payloads: list[str] = []

@@ -245,7 +245,8 @@ class Leader(Session):
         has_prompts = False
         for k in committed:
             batch, since = self.batches[k], tracing.now()
-            commit(self.run, batch.record, self.epoch, batch.commit_arguments, batch.results or ())
+            results = batch.results or ()
+            commit(self.run, batch.record, self.epoch, batch.commit_arguments, results, batch.figures)
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]

@@ -25,6 +25,8 @@ class NamedBatch:
     #: Entries of the results logs that are its own, as far as they were read: all of them from delivery on. None: an
     #: earlier session may have delivered it, and this one need not read them all.
     results: list[StoredResult] | None = field(default_factory=list)
+    #: Metrics of the batch that its kept groups have beside their record.
+    figures: dict[str, float] = field(default_factory=dict)
     #: On rank 0, from delivery on: trace contexts of its groups, by id, and when it was delivered (`tracing.now`).
     traces: dict[str, bytes] = field(default_factory=dict)
     delivered_ns: int = 0

@@ -7,6 +7,7 @@ follow in the shards (`work.apply`) are idempotent by the batch's id and repeate
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -54,12 +55,15 @@ class BatchRecord(BaseModel):
     def to_json(self) -> str:
         return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
 
-    def for_kept(self) -> str:
-        """As JSON beside each of its groups that is kept: how many groups it has, and their ids if those are short."""
+    def for_kept(self, metrics: Mapping[str, float]) -> str:
+        """As JSON beside each of its groups that is kept: how many groups it has, and their ids if those are short.
+
+        metrics: some of `Batch.metrics`.
+        """
         ids = [pointer.group_id for pointer in self.groups]
         named = {"group_ids": ids} if sum(map(len, ids)) <= KEPT_ID_CHARS else {}
         fields = self.model_dump(mode="json", exclude={"trace", "groups"})
-        return json.dumps({**fields, "num_groups": len(ids), **named})
+        return json.dumps({**fields, "num_groups": len(ids), "metrics": dict(metrics), **named})
 
     def is_for(self, settings: NamingSettings) -> bool:
         """Whether the chain that computes it is the trainer's."""

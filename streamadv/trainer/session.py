@@ -18,6 +18,7 @@ from ..batch.recovery import take_over, undo_other_chains
 from ..batch.settings import NamingSettings
 from ..errors import SettingError
 from ..messages import log_fields
+from ..metrics.instruments import KL_ESTIMATES
 from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..store.connection import Connection
@@ -232,6 +233,7 @@ class Sessions:
                 f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
             )
         session.note_trained(named.record, batch.kl, batch.num_trajectories)
+        named.figures = {name: batch.metrics[name] for name in KL_ESTIMATES if name in batch.metrics}
         return named.record
 
     def publish_trained(self, record: BatchRecord, weights: str | None) -> None:

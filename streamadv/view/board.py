@@ -83,6 +83,8 @@ class Board:
         if not reasons and status.trainer.state == "waits" and not is_over(status):
             reasons = [ordinary_wait(status)]
         boxes = self._boxes(status, reasons)
+        kept = [line for line in self.book.kept() if line.batch is not None]
+        kl = {line.batch or 0: line.kl for line in kept}
         titles = {box.name: box.title for box in boxes}
         return {
             "status": status,
@@ -92,12 +94,14 @@ class Board:
                 (reason, titles.get(AT.get(reason.name, "")), reason.remedy(status.run)) for reason in reasons
             ],
             "curves": [
-                ("mean reward by batch, of kept groups", self._rewards()),
+                ("mean reward by batch, of kept groups", list(batches_of(kept).values())[-HISTORY:]),
+                ("KL by batch, of kept groups", [kl[k] for k in sorted(kl)][-HISTORY:]),
                 ("rollouts pushed a second", self._curve("pushed")),
                 ("rollouts committed a second", self._curve("trained")),
                 ("staleness of the next batch, mean", [reading.staleness for reading in self.history]),
                 ("time in which the trainer waits, %", self._idle()),
             ],
+            "has_kl": not kl or any(value is not None for value in kl.values()),
             "ignored": self.run.manifest.ignored,
             "ordinary": ORDINARY,
         }
@@ -143,11 +147,6 @@ class Board:
             return None
         change = getattr(newest, name) - getattr(before[0], name)
         return max(0.0, float(change)) / (newest.at - before[0].at)
-
-    def _rewards(self) -> list[float | None]:
-        """Mean reward of the kept groups of the last batches."""
-        by_batch = batches_of([line for line in self.book.kept() if line.batch is not None])
-        return list(by_batch.values())[-HISTORY:]
 
     def _idle(self) -> list[float]:
         """Share of the readings of the last seconds at which the trainer waits, at each reading."""

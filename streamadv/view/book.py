@@ -45,6 +45,7 @@ class Line:
     rewards: tuple[tuple[int, float | None, bool], ...]  # rollout index, reward, whether it counts
     tokens: int
     ended_ms: int | None
+    kl: float | None  # of its batch, see `kl_of`
 
     @classmethod
     def of(cls, group: SeenGroup, run: Run) -> Self:
@@ -67,6 +68,7 @@ class Line:
             ),
             sum(member.num_tokens for member in group.members),
             group.ended_ms,
+            kl_of(group.record),
         )
 
     @property
@@ -197,6 +199,18 @@ def batches_of(lines: Sequence[Line]) -> dict[int, float | None]:
         if line.batch is not None:
             by_batch.setdefault(line.batch, []).extend(line.known)
     return {k: sum(rewards) / len(rewards) if rewards else None for k, rewards in sorted(by_batch.items())}
+
+
+#: Metrics of a batch that say how far the policy has moved, the first one first: to the reference policy, and between
+#: the policy that has played and the one that is trained.
+KL_METRICS: Final = ("critic/kl", "rollout_corr/kl")
+
+
+def kl_of(record: Mapping[str, Any]) -> float | None:
+    """The mean KL of a kept group's batch; None if its chain has measured none."""
+    metrics = record.get("metrics")
+    found = [metrics.get(name) for name in KL_METRICS] if isinstance(metrics, dict) else []
+    return next((value for value in found if isinstance(value, float)), None)
 
 
 def facets(lines: Sequence[Line], choice: Choice) -> dict[str, dict[str, int]]:

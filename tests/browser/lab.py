@@ -75,7 +75,8 @@ class Lab:
             self.queue = TrainerQueue(
                 self.url,
                 self.name,
-                chain="grpo",
+                chain={"estimator": "grpo", "correction": {}},
+                pushed=["old_log_probs"],
                 batch_groups=2,
                 max_staleness=2,
                 drop_after=3,

@@ -10,6 +10,8 @@ from ...algorithms.chain.presets import PRESETS
 from ...messages import brief
 from .. import refuse
 
+#: Estimators that read whole rewards of rows: a rejected token changes nobody's advantage.
+OF_WHOLE_ROWS: Final = ("gpg", "grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized")
 #: What decides about stale rollouts in verl, with its defaults.
 OFF_POLICY: Final = {"max_off_policy_threshold": 8, "max_off_policy_strategy": "drop"}
 
@@ -36,9 +38,12 @@ def chain_of(algorithm: DictConfig, where: str) -> str | dict[str, Any]:
         options["gamma"] = float(algorithm.gamma)
     if name == "gdpo" and algorithm.get("gdpo_reward_keys"):
         keys = list(algorithm.gdpo_reward_keys)
-        options["weights"] = dict(
-            zip(keys, map(float, algorithm.get("gdpo_reward_weights") or [1.0] * len(keys)), strict=True)
+        weights = list(algorithm.get("gdpo_reward_weights") or [1.0] * len(keys))
+        refuse(
+            len(weights) != len(keys),
+            f"algorithm.gdpo_reward_weights are {len(weights)}, gdpo_reward_keys {len(keys)}: give a weight for each",
         )
+        options["weights"] = dict(zip(keys, map(float, weights), strict=True))
     return {"preset": preset, **options} if options else preset
 
 
@@ -53,6 +58,25 @@ def check_chain(given: Any, algorithm: DictConfig, where: str) -> None:
         name != preset,
         f"{where}.chain is {brief(name)}, algorithm.adv_estimator and norm_adv_by_std_in_grpo say {preset}: leave the "
         "chain out, or make them the same",
+    )
+
+
+def check_correction(algorithm: DictConfig, where: str) -> None:
+    """Raise SettingError where verl's correction changes what `algorithm.adv_estimator` computes advantages from.
+
+    verl corrects before the estimator; here the queue's chain has computed advantages by then.
+    """
+    correction = algorithm.get("rollout_correction") or {}
+    name = getattr(algorithm.adv_estimator, "value", str(algorithm.adv_estimator))
+    if correction.get("bypass_mode") or name in OF_WHOLE_ROWS or f"verl/{name}" not in PRESETS:
+        return
+    setting = "rollout_rs" if correction.get("rollout_rs") else ""
+    if name.endswith("optimal_token_baseline") and correction.get("rollout_is"):
+        setting = "rollout_is"
+    refuse(
+        setting,
+        f"algorithm.rollout_correction.{setting} is {brief(correction.get(setting))}: {name} depends on it, and the "
+        f"queue's chain computes advantages first; set {where}.advantages=verl, or leave it out",
     )
 
 

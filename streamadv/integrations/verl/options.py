@@ -16,7 +16,7 @@ from ...messages import brief
 from ...settings import redis_url, run_name
 from ...trainer import TrainerQueue
 from .. import refuse
-from .algorithm import chain_of, check_chain, check_off_policy, longest_row
+from .algorithm import chain_of, check_chain, check_correction, check_off_policy, longest_row
 
 #: Arguments of `TrainerQueue` that may be given.
 QUEUE_OPTIONS: Final = (
@@ -91,6 +91,7 @@ def options_of(config: DictConfig, mode: str) -> Options:
     if options.advantages == "streamadv":
         check_chain(queue.get("chain"), config.algorithm, WHERE)
         if "chain" not in queue:
+            check_correction(config.algorithm, WHERE)
             options = replace(options, queue={**options.queue, "chain": chain_of(config.algorithm, WHERE)})
     _check_queue(options)
     refuse(

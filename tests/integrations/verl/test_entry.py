@@ -184,6 +184,28 @@ def test_a_row_is_at_most_as_long_as_a_micro_batch_of_verl(tmp_path: Path) -> No
         ({"trainer__save_freq": -1}, "trainer.save_freq is -1: without checkpoints nothing is committed"),
         ({"actor_rollout_ref__actor__checkpoint__async_save": True}, "actor.checkpoint.async_save is set"),
         ({"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator is gae, with a critic"),
+        (
+            {
+                "algorithm__adv_estimator": "reinforce_plus_plus_baseline",
+                "algorithm__rollout_correction__rollout_rs": "token_k1",
+            },
+            "rollout_correction.rollout_rs is 'token_k1': reinforce_plus_plus_baseline depends on it, .*=verl",
+        ),
+        (
+            {
+                "algorithm__adv_estimator": "optimal_token_baseline",
+                "algorithm__rollout_correction__rollout_is": "token",
+            },
+            "rollout_correction.rollout_is is 'token': optimal_token_baseline depends on it",
+        ),
+        (
+            {
+                "algorithm__adv_estimator": "gdpo",
+                "+algorithm__gdpo_reward_keys": "[acc,format]",
+                "+algorithm__gdpo_reward_weights": "[1.0]",
+            },
+            "gdpo_reward_weights are 1, gdpo_reward_keys 2: give a weight for each",
+        ),
         ({"algorithm__use_kl_in_reward": True}, "algorithm.use_kl_in_reward is set"),
         ({"algorithm__filter_groups__enable": True}, "algorithm.filter_groups is enabled"),
         ({"reward__reward_model__enable": True}, "reward.reward_model shares the trainer's devices"),
@@ -209,6 +231,17 @@ def test_what_cannot_hold_is_refused_by_name(changed: dict[str, Any], message: s
         {"algorithm__adv_estimator": "mine", f"+{KWARGS}__advantages": "verl"},
         {"algorithm__adv_estimator": "mine", f"+{KWARGS}__chain": "gigpo"},
         {"algorithm__adv_estimator": "remax", f"+{KWARGS}__generate": False},
+        {"algorithm__adv_estimator": "rloo", "algorithm__rollout_correction__rollout_rs": "token_k1"},
+        {
+            "algorithm__adv_estimator": "opo",
+            "algorithm__rollout_correction__rollout_rs": "token_k1",
+            "algorithm__rollout_correction__bypass_mode": True,
+        },
+        {
+            "algorithm__adv_estimator": "opo",
+            "algorithm__rollout_correction__rollout_rs": "token_k1",
+            f"+{KWARGS}__advantages": "verl",
+        },
     ],
 )
 def test_the_remedies_hold(changed: dict[str, Any], tmp_path: Path) -> None:

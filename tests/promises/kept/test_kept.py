@@ -10,6 +10,7 @@ import redis
 
 import streamadv as sa
 from streamadv.errors import SettingError
+from streamadv.status.seen import read_groups_at
 from streamadv.store.connection import Connection
 from tests.support import (
     Run,
@@ -216,3 +217,18 @@ def test_above_maxmemory_nothing_new_is_kept_and_the_oldest_go(
         limited.config_set("maxmemory", 0)
     assert ledger(joined)["trained"] == 8
     assert problems(joined) == []
+
+
+def test_a_kept_group_has_the_divergence_of_its_batch(redis_url: str, run: str) -> None:
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        producer.push(
+            [
+                trajectory("g", index, 2, reward=float(index), rollout_log_probs=-np.ones(5))
+                for index in range(2)
+            ]
+        )
+        chain = {"estimator": "grpo", "correction": {}}
+        train(joined, 1, chain, late={"old_log_probs": lambda micro_batch: micro_batch.input_ids * 0.0 - 1.5})
+    (group,) = read_groups_at(joined, "kept")
+    assert group.record["metrics"]["rollout_corr/kl"] == pytest.approx(0.5)
