@@ -57,6 +57,7 @@ class Step(NamedTuple):
 
 
 BEGIN: Final = Step("begin", "create", "PRODUCER", "rollouts")
+TURN: Final = Step("turn", "process", "CLIENT", "rollouts")
 PUSH: Final = Step("push", "send", "PRODUCER", "rollouts")
 SCORE: Final = Step("score", "process", "CONSUMER", "scoring")
 GROUP: Final = Step("group", "process", "CONSUMER", "rollouts")
@@ -142,6 +143,11 @@ def context_of(traceparent: str | None) -> bytes | None:
     return None if match is None else bytes.fromhex("".join(match.groups()))
 
 
+def is_sampled(context: bytes) -> bool:
+    """Whether spans under this context are recorded."""
+    return bool(context[-1] & _SAMPLED)
+
+
 def traces_of(groups: Iterable[Traced]) -> dict[str, bytes]:
     """Trace contexts of groups by id, of those that have one."""
     return {group.group_id: group.trace for group in groups if group.trace is not None}
@@ -193,7 +199,7 @@ def travelling(traceparent: str | None, push: Span) -> bytes | None:
     if traceparent is None:
         return push.context
     context = context_of(traceparent)
-    return context if context is not None and context[-1] & _SAMPLED else None
+    return context if context is not None and is_sampled(context) else None
 
 
 @contextmanager
@@ -223,8 +229,9 @@ def record(
     batch: str | None = None,
     failed: Mapping[str, str] | None = None,
     outcomes: Mapping[str, str] | None = None,
+    until: int | None = None,
 ) -> None:
-    """A span in the trace of each group for a step that has ended now.
+    """A span in the trace of each group for a step that has ended now, or at `until`.
 
     groups: trace contexts by id. since: when it began (`now`). k: of the batch. batch: `traceparent` of its trace, to
     which the spans get a link. failed: reasons by group, of those that are dropped or dead. outcomes: how groups ended.
@@ -232,7 +239,7 @@ def record(
     api = _api() if groups else None
     if api is None:
         return
-    end, of_batch = now(), _remote(api, context_of(batch))
+    end, of_batch = until or now(), _remote(api, context_of(batch))
     links = [] if of_batch is None else [api.Link(of_batch)]
     for group_id, context in groups.items():
         parent = _remote(api, context)

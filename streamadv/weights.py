@@ -131,7 +131,7 @@ def load(source: str | Path, target: Any) -> int:
 
     Raises WeightsMissingError when it is not there (any more), SettingError for what is no such file.
     """
-    path = _path_from(source)
+    path = path_from(source)
     where = one_line(str(path))
     open_file: Any = _safetensors("safetensors").safe_open
     framework = "pt" if hasattr(target, "load_state_dict") else "np"
@@ -215,7 +215,8 @@ def _apart(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return apart
 
 
-def _path_from(source: str | Path) -> Path:
+def path_from(source: str | Path) -> Path:
+    """The path that a `file:` URI, or a path, names. Raises SettingError."""
     if isinstance(source, Path) or "://" not in source:
         return Path(source)
     try:

@@ -22,7 +22,7 @@ class Candidates:
         #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
         self._named = set(map(_place, named))
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
-        #: writes has older groups again, see "Going back in time" in docs/understand/guarantees.md.
+        #: writes has older groups again, see "Going back in time" in docs/reference/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
         self._read_whole: set[int] = set()  # shards whose log was read to its end once

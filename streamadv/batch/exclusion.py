@@ -54,7 +54,7 @@ def drop(
 def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, epoch: int) -> None:
     """Make a dead letter of a group in a batch, or in none yet ('').
 
-    A shard that does not know the batch does nothing, see "Going back in time" in docs/understand/guarantees.md: rank 0
+    A shard that does not know the batch does nothing, see "Going back in time" in docs/reference/guarantees.md: rank 0
     applies the batch again and repeats this.
     """
     args = [epoch, group.entry, group.group_id, batch_id, *death, group.count, group.size_bytes]

@@ -148,6 +148,9 @@ class Leader(Session):
         )
         since = tracing.now()
         fit, unfit = choose(self._candidates, k, limit, rules)
+        # An entry that a server has lost since would make a copy of the one that came again.
+        if unfit and not self.has_same_servers():
+            return [], False
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         drop(self.run, unfit, self.epoch, k, rules.drop_after)
         for group, reason in unfit:

@@ -1,6 +1,6 @@
 """Rank 0 takes a run: it finishes or undoes what an older job, or data loss, left half done.
 
-"Going back in time" in docs/understand/guarantees.md says what a server may have lost, and which process repeats it.
+"Going back in time" in docs/reference/guarantees.md says what a server may have lost, and which process repeats it.
 Every step may be repeated: when rank 0 dies or the server restarts in the middle, rank 0 begins again from the first
 step.
 """

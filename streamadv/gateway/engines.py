@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -29,6 +29,8 @@ BREAK_S: Final = 10.0
 WATCH_S: Final = 0.5
 #: Seconds for the question what an engine can do.
 LOOK_S: Final = 10.0
+#: Seconds for what an engine is told to do, such as to load weights.
+COMMAND_S: Final = 600.0
 #: Bytes of an engine's answer.
 MAX_ANSWER: Final = 256 << 20
 _RENDER: Final = "/v1/chat/completions/render"
@@ -48,6 +50,10 @@ class Engine:
     is_known: bool = False  # it has said what it can do
 
 
+class CommandError(Exception):
+    """An engine has not done what it was told."""
+
+
 class Placed(Protocol):
     """A rollout, which stays with its engine for the sake of the prefix cache."""
 
@@ -58,9 +64,18 @@ class Placed(Protocol):
 class Engines:
     """All engines. One event loop."""
 
-    def __init__(self, urls: Sequence[str], answer_s: float = 1800.0) -> None:
-        """answer_s: for an answer, with all tries: who waits longer for an engine that stalls holds up its group."""
-        self._answer_s = answer_s
+    def __init__(
+        self,
+        urls: Sequence[str],
+        answer_s: float = 1800.0,
+        look: Callable[[Engines], Awaitable[None]] | None = None,
+    ) -> None:
+        """answer_s: for an answer, with all tries: who waits longer for an engine that stalls holds up its group.
+
+        look: loads the run's weights, see `loading.py`. Called after each look at the engines' versions; an engine
+        without a version is asked for nothing then.
+        """
+        self._answer_s, self._load = answer_s, look
         self.all = [Engine(url.rstrip("/").removesuffix("/v1")) for url in urls]
         self._http: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -84,16 +99,45 @@ class Engines:
 
         Raises RefusedError.
         """
+        async with self._in_time(rollout):
+            return await self._ask(rollout, lambda engine: self._post(engine, rollout.name, path, body))
+
+    async def stream(
+        self,
+        rollout: Placed,
+        path: str,
+        body: Mapping[str, Any],
+        take: Callable[[Mapping[str, Any]], Awaitable[None]],
+    ) -> int | None:
+        """Hand each chunk of a streamed answer to `take`; returns the version that it began with.
+
+        Only what fails before the first chunk is tried again. Raises RefusedError.
+        """
+        async with self._in_time(rollout):
+            answer, version = await self._ask(
+                rollout, lambda engine: self._begin(engine, rollout.name, path, body)
+            )
+            try:
+                async for chunk in _chunks(answer):
+                    await take(chunk)
+            finally:
+                answer.close()
+        return version
+
+    @asynccontextmanager
+    async def _in_time(self, rollout: Placed) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._answer_s):
-                return await self._ask(rollout, path, body)
+                yield
         except TimeoutError:
             if rollout.engine is not None:
                 self._rest(rollout.engine)
             text = f"no engine has answered within {self._answer_s:g} s"
             raise RefusedError(503, "engine_unavailable", text) from None
 
-    async def _ask(self, rollout: Placed, path: str, body: Mapping[str, Any]) -> tuple[Any, int | None]:
+    async def _ask(
+        self, rollout: Placed, post: Callable[[Engine], Awaitable[tuple[int, Any]]]
+    ) -> tuple[Any, int | None]:
         problem = ""
         for number in range(TRIES):
             if number:
@@ -102,7 +146,7 @@ class Engines:
             engine.under_way += 1
             version = engine.version
             try:
-                status, answer = await self._post(engine, rollout.name, path, body)
+                status, answer = await post(engine)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 problem = f"{engine.url}: {type(error).__name__} {one_line(str(error))}"
                 self._rest(engine)
@@ -145,27 +189,55 @@ class Engines:
         engine.down_until = clock.now() + BREAK_S
 
     async def _post(self, engine: Engine, name: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status and answer."""
+        async with await self._send(engine, name, path, body) as answer:
+            return answer.status, await _read(answer)
+
+    async def _begin(self, engine: Engine, name: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status, and the answer under way, or a refusal whole."""
+        answer = await self._send(engine, name, path, body)
+        if answer.status < 400:
+            return answer.status, answer
+        async with answer:
+            return answer.status, await _read(answer)
+
+    async def _send(
+        self, engine: Engine, name: str, path: str, body: Mapping[str, Any]
+    ) -> aiohttp.ClientResponse:
         assert self._http is not None
         headers = {"Content-Type": "application/json", "X-Session-ID": name}
-        async with self._http.post(engine.url + path, data=orjson.dumps(body), headers=headers) as answer:
-            data = await answer.content.read(MAX_ANSWER + 1) if answer.status >= 400 else await answer.read()
-            try:
-                return answer.status, orjson.loads(data)
-            except orjson.JSONDecodeError:
-                if answer.status < 400:
-                    raise aiohttp.ClientPayloadError("the answer is no JSON") from None
-                return answer.status, data[:500].decode(errors="replace")
+        return await self._http.post(engine.url + path, data=orjson.dumps(body), headers=headers)
+
+    async def command(self, engine: Engine, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Have an engine do something. Raises CommandError."""
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                status, answer = await self._post(engine, "command", path, body or {})
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise CommandError(f"{path}: {type(error).__name__} {one_line(str(error))}") from None
+        if status >= 400:
+            raise CommandError(f"{path}: {status} {_words_of(answer)}")
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
             await asyncio.gather(*(self._ask_version(engine) for engine in self.all))
+            if self._load is not None:
+                await self._load(self)
 
     async def know(self, rollout: Placed) -> Engine:
         """The rollout's engine, asked what it can do if it was away when the gateway began."""
         engine = self.place(rollout)
         if not engine.is_known:
             await self._look(engine)
+        try:
+            async with asyncio.timeout(self._answer_s):
+                while self._load is not None and engine.version is None:
+                    await asyncio.sleep(PAUSE_S)
+                    engine = self.place(rollout)
+        except TimeoutError:
+            text = f"engine {engine.url} has no weights of the run yet"
+            raise RefusedError(503, "engine_unavailable", text) from None
         return engine
 
     async def _look(self, engine: Engine) -> None:
@@ -202,6 +274,42 @@ class Engines:
         async with self._http.get(engine.url + path, timeout=timeout) as answer:
             answer.raise_for_status()
             return orjson.loads(await answer.read())
+
+
+async def _read(answer: aiohttp.ClientResponse) -> Any:
+    """What an engine has answered, as JSON; a refusal may be text."""
+    data = await answer.content.read(MAX_ANSWER + 1) if answer.status >= 400 else await answer.read()
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        if answer.status < 400:
+            raise aiohttp.ClientPayloadError("the answer is no JSON") from None
+        return data[:500].decode(errors="replace")
+
+
+async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
+    """The chunks of a streamed answer. Raises RefusedError if it is broken off."""
+    rest = b""
+    try:
+        async for data in answer.content.iter_any():
+            *events, rest = (rest + data).split(b"\n\n")
+            for event in events:
+                said = event.removeprefix(b"data:").strip()
+                if said == b"[DONE]":
+                    return
+                chunk = orjson.loads(said) if said.startswith(b"{") else None
+                if chunk is not None and "choices" not in chunk:
+                    raise RefusedError(
+                        503, "engine_unavailable", f"the engine has failed: {_words_of(chunk)}"
+                    )
+                if chunk is not None:
+                    yield chunk
+            if len(rest) > MAX_ANSWER:
+                break
+    except (aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError) as error:
+        text = f"the engine has broken off its answer: {type(error).__name__}"
+        raise RefusedError(503, "engine_unavailable", text) from None
+    raise RefusedError(503, "engine_unavailable", "the engine has broken off its answer")
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ from ..errors import StreamadvError
 from ..messages import brief, log_fields, one_line
 from ..producer.async_producer import AsyncProducer
 from ..producer.tickets import Ticket
-from . import figures
+from . import figures, live
 from .access import Gateway
 from .asking import Asked, Turns, digest_of
 from .dialects import DIALECTS, Dialect
@@ -102,15 +102,23 @@ class Front:
         return _json(dialect.write(answer, body))
 
     async def _stream(self, request: web.Request, session: Session, asked: Asked) -> web.StreamResponse:
-        """The whole answer as events: it is kept before the first one leaves."""
-        making = asyncio.create_task(self._turns.answer(session, asked))
+        """The answer as events, the last of which leaves when it is kept; live, or else all of them then."""
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+        async def send(events: bytes) -> None:
+            if not out.prepared:
+                await out.prepare(request)
+            await out.write(events)
+
+        is_live = self._options.live_streams and asked.dialect.name in live.DIALECTS
+        streaming = live.Live(send, asked.body) if is_live else None
+        making = asyncio.create_task(self._turns.answer(session, asked, streaming))
         try:
             while not (await asyncio.wait({making}, timeout=COMMENT_S))[0]:
-                if not out.prepared:
-                    await out.prepare(request)
-                await out.write(b": the engine samples\n\n")
-            events = b"".join(asked.dialect.stream(making.result(), asked.body))
+                await send(b": the engine samples\n\n")
+            answer = making.result()
+            has_left = streaming is not None and streaming.has_begun
+            events = b"" if has_left else b"".join(asked.dialect.stream(answer, asked.body))
         except (RefusedError, StreamadvError) as error:
             if not out.prepared:
                 raise
@@ -121,9 +129,7 @@ class Front:
             figures.answered(asked.dialect.name, "ok")
         finally:
             making.cancel()
-        if not out.prepared:
-            await out.prepare(request)
-        await out.write(events)
+        await send(events)
         await out.write_eof()
         return out
 
@@ -209,7 +215,8 @@ class Front:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        return _json({"state": "stopping" if self.is_stopping else "open"}, 503 if self.is_stopping else 200)
+        state = {"state": "stopping" if self.is_stopping else "open", "turns_under_way": self.under_way}
+        return _json({**state, **figures.of_process()}, 503 if self.is_stopping else 200)
 
     def _claim(self, request: web.Request, purpose: Purpose | None = None) -> Claim:
         """What the request's key allows. Raises RefusedError."""

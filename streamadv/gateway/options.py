@@ -41,6 +41,8 @@ class Options:
     allow_sampling: bool = False
     allow_history: bool = False
     rerender: bool = False
+    load_weights: bool = False
+    live_streams: bool = False
     mode: str = "auto"
     idle_s: float = 600.0
     answer_s: float = 1800.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import signal
 import ssl
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple
 
 from aiohttp import web
 
-from .. import metrics
+from .. import doors, metrics
 from ..errors import SettingError
 from ..messages import log_fields
 from ..producer.producer import Producer
@@ -22,6 +23,7 @@ from ..settings import Settings
 from .engines import Engines
 from .http import Front
 from .keys import Keys
+from .loading import Loading
 from .options import Options
 
 logger = logging.getLogger(__name__)
@@ -74,8 +76,12 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metrics.begin_stage(ROLE, "gateway")
-    engines = Engines(options.engines, options.answer_s)
-    async with Producer(settings.url, settings.run) as producer:
+    name = (
+        f"gateway-{os.uname().nodename}-{os.getpid()}-{doors.random_bytes(4).hex()}"  # in `streamadv status`
+    )
+    async with Producer(settings.url, settings.run, name=name) as producer:
+        look = Loading(producer).look if options.load_weights else None
+        engines = Engines(options.engines, options.answer_s, look)
         front = Front(producer, options, keys, engines)
         await engines.open()
         sweeping = asyncio.create_task(front.sessions.sweep())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .. import clock
+from .. import clock, tracing
 from ..errors import StreamadvError
 from ..integrations.engines import Episode
 from ..messages import log_fields, one_line
@@ -66,6 +66,9 @@ class Session:
     seen: float = field(default_factory=clock.now)
     touched: float = -inf  # when its group's deadline was moved on
     cut_at: float | None = None  # a client has gone in the middle of an answer
+    times: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # when turns began and ended here, as `tracing.now`
     is_lost: bool = False  # the server did not know its group
     over: str | None = None
 
@@ -248,8 +251,16 @@ class Sessions:
             code = await rollout.push(**_record(session.episode, said))
             answer |= {"ended": "pushed", "result": code}
             figures.ROWS.inc(len(session.episode.rows))
+        self._record_spans(session, ticket)
         self._forget(session, str(answer["ended"]), answer)
         return answer
+
+    def _record_spans(self, session: Session, ticket: Ticket) -> None:
+        """Spans of the turns, now that the group's trace is known."""
+        context = tracing.context_of(ticket.trace)
+        traces = {} if context is None or not tracing.is_sampled(context) else {ticket.group_id: context}
+        for since, until in session.times:
+            tracing.record(tracing.TURN, self._producer.run, traces, since, until=until)
 
     async def fail(self, session: Session, reason: str, detail: str) -> None:
         """End a rollout that cannot go on."""

@@ -255,8 +255,8 @@ class Job:
     def _check_end(self) -> None:
         """While a producer is alive that has been heard of, the run may not end without what it has pushed."""
         pipeline, world = self.pipeline, self.pipeline.world
-        if any(at <= self.processes[0].began and world.time < at + KNOWN_S for at, _ in world.lost):
-            return  # a trainer that starts after the loss may not know of it
+        if any(world.time < at + KNOWN_S for at in pipeline.forgotten):
+            return  # nothing tells a trainer whose first session comes after the loss
         # With each_batch a batch counts as trained when the next one is asked for, whatever was saved.
         weights = {*self.weights, *(pipeline.trained if pipeline.scene.each_batch else ())}
         for life in pipeline.lives:

@@ -103,6 +103,10 @@ class Pipeline:
         self.violations: list[str] = []
         self.folder = Path()  # of checkpoints and the archive, while it plays
         self.archived: list[Record] = []
+        self.forgotten: list[float] = []
+        """When the server lost writes, and the run has not noted its servers."""
+        self.played_late = False
+        """Whether a group begun ahead had to wait for longer than its deadline."""
         self.ended = False
         self.closing_at = math.inf
         """When the trainer saved its last checkpoint, after which it names nothing more."""
@@ -138,6 +142,7 @@ class Pipeline:
                 world.at(PURGE_S, lambda: self._supervise("operator", self._purge))
             world.at(CALM_S, self._calm)
             world.at(LOOK_S, Lookout(self).look)
+            world.at_loss.append(self._note_forgotten)
             for wait in (40.0, 80.0, 120.0):
                 world.at(CALM_S + wait, self._finish_for_the_lost)
             limit = CALM_S + max(self.scene.deadline_s, SLOW_S) + END_S
@@ -192,6 +197,10 @@ class Pipeline:
     def _calm(self) -> None:
         self.world.is_calm = True
         self.world.server.refusal = None
+
+    def _note_forgotten(self) -> None:
+        if b"servers" not in self.world.server.store.data.get(b"{r:0:0}:session", {}):
+            self.forgotten.append(self.world.time)
 
     def _state(self) -> str:
         done, all_ = sorted(self.done), len(self.scene.producers)
@@ -390,10 +399,16 @@ class Pipeline:
             CALM_S if self.world.time > CALM_S else 0.0,
         )
         seconds = self.world.time - since
-        if nobody_knew(self):  # the groups of a producer that nobody knows of count until their deadline
+        # Groups of a producer that nobody knows of, and those that nobody plays, count until their deadline.
+        if nobody_knew(self) or any(each.leaves_open for each in self.lives):
             seconds -= self.scene.deadline_s
         if seconds > ADMISSION_S and not life.process.dead:
             self.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")
+
+    def played(self, kind: str, since: float) -> None:
+        """An operation is over; one with groups begun ahead may have begun each of them at any time since."""
+        is_ahead = kind in ("groups", "cancel")
+        self.played_late |= is_ahead and self.world.time > since + self.scene.deadline_s
 
     # Trainers
 

@@ -89,7 +89,7 @@ class Sessions:
         """The session on the servers as they are now.
 
         After a restart or failover that is a new one, which repeats what the servers may have lost: see "Going back in
-        time" in docs/understand/guarantees.md.
+        time" in docs/reference/guarantees.md.
         """
         if self._run is not None:
             self._run.refresh_if_changed(REFRESH_S)

@@ -1,4 +1,4 @@
-"""Every promise of docs/understand/guarantees.md names the tests that hold it, and they are there."""
+"""Every promise of docs/reference/guarantees.md names the tests that hold it, and they are there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streamadv.trajectory.payload import SCHEMA_VERSION
 
 from .story import ROOT
 
-PAGE: Final = "docs/understand/guarantees.md"
+PAGE: Final = "docs/reference/guarantees.md"
 #: Sections without promises.
 WITHOUT: Final = ("# Guarantees", "## Not promised")
 HELD_BY: Final = "*Held by* "

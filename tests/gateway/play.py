@@ -13,6 +13,7 @@ import streamadv as sa
 from streamadv.gateway import Gateway, Keys
 from streamadv.gateway.engines import Engines
 from streamadv.gateway.http import Front
+from streamadv.gateway.loading import Loading
 from streamadv.gateway.options import Options
 from streamadv.grouping.groups_log import read_log
 from streamadv.run import open_run
@@ -70,8 +71,9 @@ class Playing:
 @asynccontextmanager
 async def playing(redis_url: str, run: str, *engines: FakeEngine, **options: Any) -> AsyncIterator[Playing]:
     chosen = Options(tuple(engine.url for engine in engines), **{"mode": "chat", **options})
-    asked = Engines(chosen.engines, chosen.answer_s)
     async with sa.Producer(redis_url, run) as producer, ClientSession() as http:
+        look = Loading(producer).look if chosen.load_weights else None
+        asked = Engines(chosen.engines, chosen.answer_s, look)
         front = Front(producer, chosen, Keys.from_environment(), asked)
         await asked.open()
         sweeping = asyncio.create_task(front.sessions.sweep())

@@ -24,7 +24,10 @@ WITH_EXTRAS = (
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
     *("archive.rewind", "archive.late", "archive.compare", "archive.table"),
     *("algorithms.arguments", "algorithms.kernels.loops"),
-    *(f"gateway.{name}" for name in ("asking", "dialects", "engines", "http", "server", "tokens")),
+    *(
+        f"gateway.{name}"
+        for name in ("asking", "dialects", "engines", "http", "live", "loading", "server", "tokens")
+    ),
     *("view.app", "view.pages", "view.serve"),
 )
 #: The package's face may be used by what stands beside the pipeline, as any user would.

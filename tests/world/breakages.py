@@ -197,10 +197,13 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "redis.call('HSET', keys.group, 'score:' .. index, ARGV[4]) == 2",
     ),
     "what a scorer has passed on stays in its stream": Mutant(
-        f"{LUA}/group/scored.lua", "  redis.call('XDEL', keys.stream, ARGV[at])\n", ""
+        f"{LUA}/group/scored.lua", "    redis.call('XDEL', keys.stream, ARGV[at])\n", ""
     ),
     "a scorer passes on what another one has": Mutant(
-        f"{LUA}/group/scored.lua", "if #redis.call('XRANGE', keys.stream, ARGV[at], ARGV[at]) > 0 then", "if true then"
+        f"{LUA}/group/scored.lua", "    if entry then\n", "    if true then\n"
+    ),
+    "a scorer passes on what had the id before": Mutant(
+        f"{LUA}/group/scored.lua", "if not entry or has_payload(entry[2], ARGV[at + 2]) then", "if true then"
     ),
     "an unscorable member stays among the open ones": Mutant(
         f"{LUA}/group/apply_scores.lua", "  count('open', -1)\n", ""

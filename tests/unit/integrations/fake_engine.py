@@ -44,6 +44,14 @@ class FakeEngine:
             ids, reason = ids[:limit], "length"
         return text, ids, [-(number + 1) / 8 for number in range(len(ids))], reason
 
+    def info(self, path: str) -> dict[str, Any]:
+        """What it answers to a GET."""
+        return {"data": [{"id": "tiny"}]}
+
+    def chunks(self, path: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]] | None:
+        """A streamed answer; None from an engine that does not stream."""
+        return None
+
     def answer(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         if path == "/generate":
             parameters = asked["sampling_params"]
@@ -97,13 +105,21 @@ def serving(engine: FakeEngine) -> Iterator[FakeEngine]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.reply(200, {"data": [{"id": "tiny"}]})
+            self.reply(200, engine.info(self.path))
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             engine.requests.append((self.path, asked))
             if engine.refusals:
                 self.reply(engine.refusals.pop(0), {"error": {"message": "not now"}})
+            elif asked.get("stream") and (chunks := engine.chunks(self.path, asked)) is not None:
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.send_header("Connection", "close")
+                self.end_headers()
+                for chunk in chunks:
+                    self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                self.wfile.write(b"data: [DONE]\n\n")
             else:
                 self.reply(200, engine.answer(self.path, asked))
 
