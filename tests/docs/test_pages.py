@@ -33,7 +33,9 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
     },
     "docs/start/install.md": {"pip install streamadv": "tests of installations do it with the built wheel"},
     "docs/start/tutorial.md": {INSTALL: "the same"},
-    "docs/start/project.md": {"cd tool_use && streamadv up": "tests/commands/test_project.py runs and kills it"},
+    "docs/start/project.md": {
+        "cd tool_use && streamadv up": "tests/commands/test_project.py runs and kills it"
+    },
     "docs/operate/view.md": {
         "pip install 'streamadv[view]'": "it serves until Ctrl-C; tests/commands/test_view.py"
     },
