@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
-from ..prompts.spec import of_prompt
 from ..run import Run
 from ..run.malformed import reject
+from .commit import of_prompt
 from .record import BatchRecord, Death
 
 #: Groups dropped in one call.
@@ -42,7 +42,7 @@ def drop(
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [
-                    group.entry + of_prompt(group.group_id),
+                    group.entry + of_prompt(group),
                     reason,
                     group.count,
                     len(payloads),

@@ -13,7 +13,7 @@ from typing import Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
-from ..prompts.spec import identity, of_prompt
+from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
@@ -34,6 +34,8 @@ from .work import apply
 
 #: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
 SCAN_PAGES: Final = 8
+#: Batches' worth of groups of each shard that quotas choose from.
+QUOTA_BATCHES: Final = 4
 #: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
 JUDGE_S: Final = 0.2
 #: More than the groups logs hold.
@@ -107,7 +109,8 @@ class Leader(Session):
         settings, since = self._settings, tracing.now()
         limit = max_groups or settings.batch_groups
         needed = 1 if ended else min(settings.min_groups, limit)
-        self._candidates.read_on(limit)
+        ahead = limit * (QUOTA_BATCHES if settings.quotas else 1)
+        self._candidates.read_on(ahead)
         if 0 < len(self._candidates) < needed and clock.now() < self._judge_due:
             return False
         self._judge_due = clock.now() + JUDGE_S
@@ -115,7 +118,7 @@ class Leader(Session):
             groups, has_dropped = self._choose(k, limit)
             if len(groups) >= needed or not has_dropped:
                 break
-            self._candidates.read_on(limit)
+            self._candidates.read_on(ahead)
         self.has_scanned_logs = not has_dropped
         self.dropped.log(now=len(groups) >= needed)
         if len(groups) < needed:
@@ -135,6 +138,7 @@ class Leader(Session):
         rules = NamingRules(
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
+            quotas=self._settings.quotas,
             trained=self.progress,
             tries=self.progress.tries,
             named={
@@ -253,7 +257,9 @@ class Leader(Session):
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
-            has_prompts = has_prompts or any(of_prompt(group.group_id) for group in batch.record.groups)
+            has_prompts = has_prompts or any(
+                group.group_id.startswith(PREFIX) for group in batch.record.groups
+            )
         if has_prompts:
             self._prompts.carry()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -22,3 +22,4 @@ class NamingSettings:
     late: tuple[str, ...]
     tokens_per_micro_batch: int | None
     keep_groups: bool = False
+    quotas: Mapping[str, float] = field(default_factory=dict)  # data source -> weight of its share of a batch

@@ -76,11 +76,22 @@ class Admission:
         Waits up to `request.timeout` seconds (None = for ever) for the first one, and not for the others. Raises Busy,
         GroupEndedError, RunEndedError, TrajectoryError, SettingError.
         """
-        since, has_given_id = tracing.now(), request.group_id is not None
-        spec = self.check(request)
+        spec, has_given_id = self.check(request), request.group_id is not None
+        return (yield from self.admit(spec, request.timeout, call, count, has_given_id))
+
+    def admit(
+        self,
+        spec: GroupSpec,
+        timeout: float | None,
+        call: BeginCall,
+        count: int = 1,
+        has_given_id: bool = True,
+    ) -> Steps[list[Ticket]]:
+        """`begin` for a group that was checked. has_given_id: else it may get another id."""
+        since = tracing.now()
         yield from self._membership.reopen()
         yield from self.withdraw()
-        wait = self.admission_wait(request.timeout)
+        wait = self.admission_wait(timeout)
         while True:
             spec, reply = yield from self._ask_to_begin(spec, call, has_given_id, count)
             if reply[0] in (b"ok", b"open"):
@@ -99,7 +110,7 @@ class Admission:
             reason = refusal(reply, shard)
             wait.because(reason)
             if wait.expired:
-                raise busy_error(reason, self._membership.run, request.timeout)
+                raise busy_error(reason, self._membership.run, timeout)
             delay, keys = wait.delay(), self._membership.keys_of(spec.group_id)
             knows_none = reply is OUT_OF_MEMORY  # else an announcement from before would end the pause
             with metrics.wait(STAGE):

@@ -172,7 +172,7 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     ends = Counter[str]()
     for counter, number in stored.counters.items():
         ends[counter.partition(":")[0].partition(" ")[0]] += number
-    given_up = ends["given_up"] + ends["filtered"]
+    given_up = ends["given_up"] + ends["filtered"] + ends["skipped"]
     # After a loss a group that is in the weights may be pushed again in part, and expire.
     missing = len(pipeline.prompts) - len(trained) - given_up
     if missing > 0 or (missing and not pipeline.world.lost):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from ..grouping.scorer import Scorer
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
-from ..prompts import Prompts, steps
+from ..prompts import Prompts, TriesSeen, steps
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
@@ -38,7 +38,7 @@ from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
 from .players import Asyncio, Blocking
 from .roles import advantage_worker, grouper, opened
-from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Violation, draw_scene
+from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Scene, Violation, draw_scene
 from .strands import Process
 from .world import URL, World
 
@@ -75,6 +75,22 @@ KEEP: Final = "1.0 1.0 1.0 1.0"
 ARCHIVE_BYTES: Final = 12_000
 
 
+def prompts_of(scene: Scene) -> Prompts:
+    """The prompts of a scene, in two sources whose shares are selected after each batch. In some every group solves."""
+
+    def select(seen: Mapping[str, TriesSeen]) -> Mapping[str, float]:
+        return {"a": 1 + seen["b"].tries % 2, "b": seen["a"].tries % 2}
+
+    of, skip_solved = range(max(3, scene.prompts)), int(scene.save_every == 2)
+    options: dict[str, Any] = {
+        "skip_solved": skip_solved,
+        "best_reward": 0.0,
+        "select": select,
+        "select_every": 1,
+    }
+    return Prompts({"a": of[:-2], "b": of[-2:]}, epochs=EPOCHS, **options)
+
+
 class Pipeline:
     """One schedule. world: entered."""
 
@@ -92,7 +108,7 @@ class Pipeline:
             archive=self.scene.archive,
             keep_bytes=ARCHIVE_BYTES if self.scene.archive else 1 << 28,
         )
-        self.prompts = Prompts(range(max(1, self.scene.prompts)), epochs=EPOCHS)
+        self.prompts = prompts_of(self.scene)
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
         self.lives: list[Life] = []

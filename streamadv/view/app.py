@@ -16,6 +16,7 @@ from aiohttp import web
 from ..errors import SettingError, StreamadvError
 from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
+from ..status.prompts import read_progress, tried
 from ..status.turns import advantage_range
 from ..status.why import why
 from ..store.connection import Connection
@@ -38,6 +39,8 @@ from .texts import Ids, open_tokenizer
 #: Seconds between two readings of the board, and until a server that says nothing is away.
 READ_S: Final = 1.0
 REPLY_S: Final = 10.0
+#: Prompts in the table, those dropped most first.
+MOST_PROMPTS: Final = 500
 #: Seconds that a wrong password costs.
 WRONG_S: Final = 0.5
 HEADERS: Final = {
@@ -257,6 +260,14 @@ class Screens:
 
         return self._page("batch.html", title="Batch", **await self._rows.ask(question))
 
+    async def prompts(self, request: web.Request) -> web.Response:
+        sources, seen = await self._rows.ask(
+            lambda desk: (read_progress(desk.run, desk.run.now_ms()), tried(desk.run))
+        )
+        return self._page(
+            "prompts.html", title="Prompts", sources=sources, seen=seen[:MOST_PROMPTS], count=len(seen)
+        )
+
     def _gone(self, group_id: str, index: int | None = None) -> web.Response:
         return self._page("gone.html", status=404, title="Gone", group_id=group_id, index=index)
 
@@ -306,6 +317,7 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
     app.router.add_get("/tokens.json", screens.columns)
     app.router.add_get("/panel", screens.panel)
     app.router.add_get("/batch", screens.batch)
+    app.router.add_get("/prompts", screens.prompts)
     app.router.add_static("/static", FOLDER / "static")
 
     async def on_shutdown(_: web.Application) -> None:
