@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 from .. import clock, metrics
 from ..errors import StreamadvError, WireError
 from ..run import Run, Shard
-from ..run.payloads import fetch_columns
+from ..run.packets import fetch_columns
 from ..status.kept import columns_of_group, trajectories_of
 from ..status.seen import KeptEntry, SeenGroup
 from ..status.why import why

@@ -6,15 +6,16 @@ The script decides: `lua/lib/admit.lua`.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakSet
 
 from .. import doors, metrics, tracing
-from ..errors import GroupEndedError
-from ..messages import log_fields
+from ..errors import GroupEndedError, SettingError
+from ..messages import brief, log_fields
 from ..store.reasons import Reason
 from ..store.replies import as_count
 from ..store.scripts import ScriptCall, script_call
@@ -22,7 +23,7 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
-from .group_columns import ColumnsPush
+from .extra_columns import ColumnsPush
 from .membership import Membership
 from .replies import (
     NO_ROOM,
@@ -38,8 +39,37 @@ from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, St
 from .resend import ResendWindow
 from .tickets import GroupSpec, PushResult, Ticket, new_group_id
 
-if TYPE_CHECKING:
-    from .ahead import Ahead
+MAX_AHEAD: Final = 63
+
+
+class Ahead:
+    """The groups of one iterator that are begun and not asked for."""
+
+    def __init__(self, admission: Admission, request: GroupRequest, ahead: int) -> None:
+        """Raises SettingError for what is no `ahead`."""
+        if not isinstance(ahead, int) or not 0 <= ahead <= MAX_AHEAD:
+            raise SettingError(f"ahead is {brief(ahead)}, needs 0..{MAX_AHEAD}")
+        self._admission, self._request, self._ahead = admission, request, ahead
+        self._call = BeginCall()
+        self._tickets: deque[Ticket] = deque()
+        admission.ahead.add(self)
+
+    def begin(self) -> Steps[Ticket]:
+        """The first ticket of the next group: at once if it is begun already, else as `Admission.begin`."""
+        if not self._tickets:
+            self._call = BeginCall()
+            self._tickets += yield from self._admission.begin(self._request, self._call, 1 + self._ahead)
+        return self._tickets.popleft()
+
+    def forget(self) -> None:
+        """They are those of the process that this one is a copy of."""
+        self._tickets.clear()
+
+    def leave(self) -> None:
+        """Nobody will ask for them: `withdraw` undoes them."""
+        while self._tickets:
+            self._admission.leave_unclaimed(self._call, self._tickets.pop().group_id)
+
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..prompts.figures import End, TriesSeen, by_prompt
 from ..prompts.stored import NOBODY, Stored, read, read_sets
@@ -85,7 +85,8 @@ def read_ends(run: Run) -> list[End]:
     return ends
 
 
-class TriedPrompt(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TriedPrompt:
     """A prompt with a group among the last ones."""
 
     name: str  # of the set

@@ -21,8 +21,7 @@ from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
-from ..batch.record import BatchRecord, read_records
-from ..batch.settings import NamingSettings
+from ..batch.record import BatchRecord, NamingSettings, read_records
 from ..errors import (
     SettingError,
 )

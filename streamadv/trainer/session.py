@@ -9,13 +9,11 @@ from typing import Any, Final, Literal
 
 from .. import doors
 from ..batch.follower import Follower, JobKey, join
-from ..batch.hold import NotHeldError
-from ..batch.job import check_job, count_queue, find_job, random_job
+from ..batch.hold import NotHeldError, check_job, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
-from ..batch.record import BatchRecord
+from ..batch.record import BatchRecord, NamingSettings
 from ..batch.recovery import take_over, undo_other_chains
-from ..batch.settings import NamingSettings
 from ..errors import SettingError
 from ..messages import log_fields
 from ..metrics.instruments import KL_ESTIMATES

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
+from ..algorithms import preset_names
 from ..errors import SettingError, StreamadvError
 from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
@@ -21,6 +22,7 @@ from ..status.turns import advantage_range
 from ..status.why import why
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
+from .again import compute_again
 from .board import Board
 from .book import PAGE, Book, Choice, batches_of, facets, histogram
 from .pages import FOLDER, environment
@@ -122,7 +124,8 @@ class Screens:
 
     def __init__(self, url: str, run: str, tokenizer: str | None) -> None:
         self._name = run
-        self._now, self._rows = Reader(url, run, tokenizer), Reader(url, run, tokenizer)
+        #: Of the board, of what people open, and of batches that are computed again, which takes longest.
+        self._now, self._rows, self._again = (Reader(url, run, tokenizer) for _ in range(3))
         self._pages, self._panels = environment(), load_points(VIEWS)
         self._reading: asyncio.Task[str] | None = None
         self._read_at = float("-inf")
@@ -131,6 +134,7 @@ class Screens:
     def close(self) -> None:
         self._now.close()
         self._rows.close()
+        self._again.close()
 
     def _page(self, template: str, status: int = 200, **values: Any) -> web.Response:
         text = self._pages.get_template(template).render(run=self._name, **values)
@@ -247,7 +251,7 @@ class Screens:
         return response
 
     async def batch(self, request: web.Request) -> web.Response:
-        asked = _whole(request, "k", -1)
+        asked, chain = _whole(request, "k", -1), request.query.get("chain")
 
         def question(desk: Desk) -> dict[str, Any]:
             lines = desk.book.lines()
@@ -258,7 +262,13 @@ class Screens:
             low, high = min(rewards, default=0.0), max(rewards, default=0.0)
             return {"known": known, "batch": shown, "low": low, "high": high}
 
-        return self._page("batch.html", title="Batch", **await self._rows.ask(question))
+        found = await self._rows.ask(question)
+        again, k = None, found["batch"]["k"] if found["batch"] else -1
+        if chain is not None and k >= 0:
+            again = await self._again.ask(lambda desk: compute_again(desk.run, k, chain.strip()))
+        return self._page(
+            "batch.html", title="Batch", again=again, presets=preset_names(), page=PAGE, **found
+        )
 
     async def prompts(self, request: web.Request) -> web.Response:
         sources, seen = await self._rows.ask(

@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 import yaml
 
-from streamadv.store.addresses import free_port
+from streamadv.store.embedded import free_port
 
 from .story import OWN_SERVER, ROOT, SHELLS, SHOWN, blocks_of, in_child, pages, run_story
 

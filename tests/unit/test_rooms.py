@@ -94,7 +94,7 @@ def test_a_base_installation_imports_all_that_does_not_compute() -> None:
         "cli.gateway",
         "gateway.access",
         "algorithms.chain",
-        "algorithms.estimators.gae",
+        "algorithms.estimators.tokens",
     } < set(base)
     code = f"""
 import importlib, sys

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import resource
 import numpy as np
-from streamadv.processes.malloc import keep_freed_memory
+from streamadv.processes.memory import keep_freed_memory
 
 def faults(size=4 << 20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
