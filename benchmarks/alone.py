@@ -14,6 +14,7 @@ import torch
 from streamadv.advantage.worker import run_worker
 from streamadv.errors import NoBatchError, ProcessEndedError
 from streamadv.grouping.grouper import run_grouper
+from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.producer.producer import Producer
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
@@ -42,8 +43,11 @@ class Alone:
     The trainer does not pace.
     """
 
-    def __init__(self, url: str, line: Line, *, batches: int = 1) -> None:
-        settings = RunSettings(max_trajectory_bytes=max(1024, 32 * line.tokens), max_bytes=1 << 50)
+    def __init__(
+        self, url: str, line: Line, *, batches: int = 1, settings: RunSettings | None = None
+    ) -> None:
+        bounds = {"max_trajectory_bytes": max(1024, 32 * line.tokens), "max_bytes": 1 << 50}
+        settings = (settings or RunSettings()).model_copy(update=bounds)
         self.line = line
         self.connection = Connection(url)
         self.name = f"bench-{secrets.token_hex(6)}"
@@ -92,6 +96,12 @@ class Alone:
     def group(self) -> Cost:
         """All that is in the rollouts stream."""
         return self._work(lambda stop: run_grouper(self.run, stop), self.keys.rollouts)
+
+    def housekeep(self) -> Cost:
+        """What a grouper does each second."""
+        before = self._clocks()
+        Housekeeping(self.run).round()
+        return self._cost_since(before)
 
     def name_batches(self) -> Cost:
         """Batch records and their work, for all groups of the round."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from streamadv.cli import add_log_options, settings_from
 from streamadv.errors import SettingError
 from streamadv.extras import TO_COMPUTE
-from streamadv.processes.malloc import keep_freed_memory
+from streamadv.processes.memory import keep_freed_memory
 
 AOF: Final = ("no", "everysec", "always")
 
@@ -62,6 +62,17 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     _add_repeat(stages, "rounds")
     _add_sizes(stages, "512 4096 32768")
     _add_chains(stages)
+    kept = _add_server(
+        kinds,
+        "kept",
+        run_kept,
+        "processor time per trajectory in runs that keep groups to be looked at, beside one that keeps none",
+        "Processor time per trajectory of all processes and the server, in turns: with keep_bytes=0, at the defaults, "
+        "and with every group kept in a budget that is always full.",
+    )
+    _add_repeat(kept, "rounds")
+    _add_sizes(kept, "512 4096")
+    _add_chains(kept)
     latency = _add_server(
         kinds,
         "latency",
@@ -192,6 +203,13 @@ def run_stages(arguments: argparse.Namespace) -> int:
 
     chains, tokens = _chains(arguments), _tokens(arguments, TOKENS)
     return _run(arguments, COLUMNS, lambda url: measure_stages(url, chains, tokens, arguments.repeat))
+
+
+def run_kept(arguments: argparse.Namespace) -> int:
+    from .kept import COLUMNS, measure_kept
+
+    chains, tokens = arguments.chain or ["grpo"], _tokens(arguments, [512, 4096])
+    return _run(arguments, COLUMNS, lambda url: measure_kept(url, chains, tokens, arguments.repeat))
 
 
 def run_latency(arguments: argparse.Namespace) -> int:

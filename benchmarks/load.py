@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamadv.processes import messages
-from streamadv.processes.garbage import collect_rarely
+from streamadv.processes.memory import collect_rarely
 from streamadv.producer.producer import Producer
 from streamadv.trajectory.schema import Trajectory
 

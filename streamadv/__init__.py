@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .algorithms.registry import estimator
     from .grouping.judge import Judge
     from .grouping.scorer import Scorer
-    from .grouping.unscored import UnscoredTrajectory
+    from .grouping.scoring_streams import UnscoredTrajectory
     from .integrations.trackers import track
     from .producer.async_group import AsyncGroup, AsyncRollout
     from .producer.async_producer import AsyncProducer
@@ -57,7 +57,7 @@ _HOMES = {
     "Ticket": "producer.tickets",
     "TrainerQueue": "trainer.queue",
     "Trajectory": "trajectory.schema",
-    "UnscoredTrajectory": "grouping.unscored",
+    "UnscoredTrajectory": "grouping.scoring_streams",
     "VersionCounter": "trajectory.versions",
     "algorithms": "algorithms",
     "errors": "errors",

@@ -20,8 +20,7 @@ import pytest
 
 from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare_or_discard
-from streamadv.advantage.publish import publish
-from streamadv.advantage.worker import run_worker
+from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import NoBatchError
 from streamadv.grouping import grouper, housekeeping

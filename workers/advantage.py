@@ -10,7 +10,7 @@ from streamadv import metrics
 from streamadv.advantage.prepare import check_chains
 from streamadv.advantage.worker import run_worker
 from streamadv.algorithms.device import choose_device
-from streamadv.processes.malloc import keep_freed_memory
+from streamadv.processes.memory import keep_freed_memory
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.settings import Settings
 from streamadv.store.retry import RETRYABLE

@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 from streamadv import metrics, tracing
 from streamadv.logs import announcement
 from streamadv.messages import log_fields
-from streamadv.processes.garbage import collect_rarely
+from streamadv.processes.memory import collect_rarely
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import GROUPER
 from streamadv.settings import Settings

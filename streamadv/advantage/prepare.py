@@ -20,7 +20,7 @@ from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
 from ..run.kept import share_kept
 from ..run.malformed import reject
-from ..run.payloads import fetch_columns
+from ..run.packets import fetch_columns
 from ..trajectory.columns import Array
 from ..trajectory.packet import StoredPacket
 

@@ -2,21 +2,21 @@
 
 In reading order:
 
-- `packed` is the batch, with `packing` (from trajectories to a batch), `parts` (some of its trajectories),
-  `packed_checks` (what must hold of one), `trainable` (which tokens count), `segments` (sums and moments) and `scan`
-  (reverse recurrences). `kernels` are the compiled loops on a CPU; the function that calls a kernel has the same in
+- `packed` is the batch, with `packing` (from trajectories to a batch),
+  `packed_checks` (what must hold of one), `segments` (sums and moments, which tokens count) and `scan` (reverse
+  recurrences, turns). `kernels` are the compiled loops on a CPU; the function that calls a kernel has the same in
   torch, for other devices, beside it.
-- The maths by subject: `rewards`, `token_rewards`, `length_penalties`, `running_moments`, `whitening`, `turns`,
-  `step_returns`, `kl`, `off_policy` with `off_policy_metrics`, and `chain_metrics`.
-- `registry` and `estimators` turn rewards into advantages, one file per estimator.
+- The maths by subject: `rewards`, `token_rewards`, `length_penalties`, `whitening`, `kl`, `off_policy`,
+  `chain_metrics`.
+- `registry` and `estimators` turn rewards into advantages: `outcomes`, `steps`, `tokens`, by what has a number each.
 - `chain` composes all of it from a configuration: `config` and `presets`, then the steps in their order: `rewards`,
   `samples`, `advantages`, `correction`.
 - `arguments` and `quirks` serve `streamadv.padded`: what an argument must be, and whose numbers to reproduce.
 
 Where new things go:
 
-- An estimator: a file in `estimators` with `@estimator(...)`, imported in `estimators.__init__`. Users register theirs
-  from outside in the same way and test them with `check_estimator`.
+- An estimator: a function in `estimators` with `@estimator(...)`. Users register theirs from outside in the same way
+  and test them with `check_estimator`.
 - A form of the KL: a name in `kl.KLPenalty` and a branch in `kl.approx_kl`.
 - A mask over trajectories: a field of `chain.config.MaskConfig`, read in `chain.samples`. A mask over tokens: a
   function in `off_policy` and a field of `CorrectionConfig`, read in `chain.correction`.
@@ -32,7 +32,7 @@ from .chain_metrics import merge_metrics
 from .packed import PackedBatch, Steps, expand
 from .packing import pack_trajectories
 from .registry import Estimate, estimator, estimator_names
-from .running_moments import RunningMoments
+from .rewards import RunningMoments
 
 __all__ = [
     "Chain",

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from ..trajectory.columns import Array
-from .labels import numbered
+from .packing import numbered
 
 Dims = tuple[str | int, ...]
 GREATEST: Final = float(torch.finfo(torch.float32).max)  # results are float32: above it they are infinite
@@ -113,7 +113,7 @@ class Each:
 class LabelsOf:
     """One hashable label per row: a list, a tuple, a 1-D tensor or NumPy array; behind the door their numbers.
 
-    Numbers are int64 on the host (`labels.numbered`); with `kept` it is a list of the labels themselves.
+    Numbers are int64 on the host (`packing.numbered`); with `kept` it is a list of the labels themselves.
     """
 
     size: str = "B"

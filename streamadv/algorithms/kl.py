@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .arguments import Elements, Logits, Measured, NotNegative, Positive
-    from .trainable import Trainable
+    from .segments import Trainable
 
 KLPenalty = Literal[
     "k1", "k2", "k3", "kl", "abs", "mse", "low_var_kl",

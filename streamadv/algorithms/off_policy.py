@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import OptionError
 from ..extras import torch
-from .chain_metrics import Metric, mean
-from .off_policy_metrics import (
+from .chain_metrics import (
     SAFETY_BOUND,
+    Metric,
     bounded_weight_metrics,
+    mean,
     rejection_metrics,
     rows_that_count,
     weight_metrics,
 )
 from .quirks import PeerQuirks
-from .segments import segment_max, spread
-from .trainable import Trainable
-from .turns import turn_mean
+from .scan import turn_mean
+from .segments import Trainable, segment_max, spread
 
 if TYPE_CHECKING:
     from torch import Tensor

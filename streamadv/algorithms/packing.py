@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
@@ -20,7 +22,6 @@ from ..trajectory.checked import Checked
 from ..trajectory.columns import Array
 from ..trajectory.members import NO_STATE, Members, Positions, members_of, offsets
 from ..trajectory.schema import Trajectory
-from .labels import numbered_array
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..grouping.layout import Layout
+
 
 #: group_id and data_source of a group.
 Owner = tuple[str, str | None]
@@ -234,3 +236,22 @@ def _clear_baselines(mask: Tensor, members: Members, cu_seqlens: Positions) -> N
     bounds = cu_seqlens[members.first_row]
     for member in np.flatnonzero(members.is_baseline).tolist():
         mask[bounds[member] : bounds[member + 1]] = 0
+
+
+def numbered(labels: Collection[Hashable]) -> tuple[Positions, list[Hashable]]:
+    """(the number of each label, [K]; the labels by number); equal labels share one. TypeError for an unhashable."""
+    numbers = defaultdict[Hashable, int](itertools.count().__next__)
+    return np.fromiter(map(numbers.__getitem__, labels), np.int64, len(labels)), list(numbers)
+
+
+def numbered_array(labels: Array) -> Positions:
+    """The number of each label of an array [K] of whole numbers."""
+    _, first, label = np.unique(labels, return_index=True, return_inverse=True)
+    number = np.empty(len(first), np.int64)
+    number[np.argsort(first)] = np.arange(len(first))
+    return number[label]
+
+
+def by_number(numbers: Positions) -> tuple[Positions, Positions]:
+    """(order [K]: the elements number after number, those of one in their order; offsets [G + 1] of the numbers)."""
+    return np.argsort(numbers, kind="stable"), np.append(0, np.cumsum(np.bincount(numbers)))

@@ -1,7 +1,8 @@
 """Reverse scans over rows laid end to end: x_t = a_t + c_t * x_{t+1} over the tokens that count, x = 0 after a row.
 
 The state is float64, results have the dtype of the values. On a CPU compiled loops run row by row; on a device torch
-works on blocks of tokens side by side, and the host does not wait.
+works on blocks of tokens side by side, and the host does not wait. Turns of an agent are the longest stretches of
+consecutive trainable tokens in a row.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import numpy as np
 
 from ..extras import torch
 from . import kernels
-from .trainable import Trainable
+from .segments import Trainable, keyed_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 BLOCK: Final = 64
 
@@ -78,3 +80,31 @@ def _recurrence(values: Tensor, factors: Tensor) -> Tensor:
         received[0] = 0
         x += torch.where(reach == 0, 0.0, reach * received)
     return x.t().reshape(-1)[:count]
+
+
+def turn_mean(values: Tensor, tokens: Trainable) -> Tensor:
+    """[N] float64: the mean of `values` [N] over a turn, on all its tokens; 0 outside."""
+    turn = torch.cumsum(_ends_turn(tokens), 0) - _ends_turn(tokens).to(torch.int64)  # number of turns before
+    sums, counts = (keyed_sum(tokens.only(x), turn, len(values)) for x in (values, tokens.mask))
+    return tokens.only((sums / counts.clamp(min=1))[turn])
+
+
+def turn_returns(rewards: Tensor, tokens: Trainable, gamma: float) -> Tensor:
+    """[N]: G = reward at the turn's last token + gamma * G of the row's next turn, on all its tokens; 0 outside.
+
+    The return of ROLL's agentic_reinforce: time advances by one per turn. `rewards` [N] at other tokens do not count.
+    Same dtype as the rewards.
+    """
+    if kernels.on_cpu(rewards):
+        array, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
+        returns = np.empty_like(array)
+        kernels.turn_returns(array, mask, offsets, gamma, returns)
+        return torch.from_numpy(returns)
+    last = _ends_turn(tokens)
+    step = torch.where(last, gamma, 1.0)
+    return reverse_scan(torch.where(last, rewards, 0.0), step, tokens)
+
+
+def _ends_turn(tokens: Trainable) -> Tensor:
+    """[N] bool: tokens that count, and are the last of their row or stand before one that does not count."""
+    return tokens.mask & (~tokens.mask.roll(-1) | ends_row(tokens))

@@ -15,7 +15,7 @@ from ..extras import torch
 from . import kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
-from .trainable import Trainable
+from .segments import Trainable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..extras import torch
 from . import kernels
-from .segments import moments, whole
-from .trainable import Trainable
+from .segments import Trainable, moments, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

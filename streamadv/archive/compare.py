@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,19 @@ def compare(source: Source, batch: KeptBatch, again: Again) -> dict[str, Change]
         change.before.groups += moved[0]
         change.after.groups += moved[1]
     return changes
+
+
+def total(changes: Iterable[Change]) -> Change:
+    """Of all sources together."""
+    whole = Change()
+    for change in changes:
+        whole.groups += change.groups
+        whole.compared += change.compared
+        whole.signs += change.signs
+        for own, part in ((whole.before, change.before), (whole.after, change.after)):
+            for each in fields(Effect):
+                setattr(own, each.name, getattr(own, each.name) + getattr(part, each.name))
+    return whole
 
 
 @dataclass(frozen=True, slots=True)

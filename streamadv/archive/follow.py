@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 from .. import clock, metrics
 from ..errors import StreamadvError, WireError
 from ..run import Run, Shard
-from ..run.payloads import fetch_columns
+from ..run.packets import fetch_columns
 from ..status.kept import columns_of_group, trajectories_of
 from ..status.seen import KeptEntry, SeenGroup
 from ..status.why import why
@@ -151,6 +151,10 @@ class ShardArchive:
             self._read_to = self._begin()
         elif self._run.manifest.archive and not self._is_mark_right():
             return True
+        elif self._is_beyond(self._read_to):
+            self._finish_file()
+            self._read_to = None
+            return True
         page = self._page(self._read_to)
         for part in _parts(page):
             self._write(part)
@@ -162,7 +166,7 @@ class ShardArchive:
         """Give the file its name, and move the mark."""
         self._finish_file()
         to = self._read_to
-        if to is not None and self._run.manifest.archive and to > self._marked:
+        if to is not None and self._run.manifest.archive and to != self._marked:
             before = "" if self._marked == NO_ENTRY else str(self._marked)
             self._shard.call("archived", [before, str(to)])
             self._is_mark_right()
@@ -180,9 +184,16 @@ class ShardArchive:
         files = [file for file in self._folder.files() if file.shard == self._shard.index]
         end = max((file.last for file in files), default=NO_ENTRY)
         begin = self._marked = self._mark() if self._run.manifest.archive else end
+        if self._is_beyond(begin):
+            begin = NO_ENTRY
         later = [file for file in files if file.last > begin] or files[-1:]
         self._ids_before = set().union(*(self._form.read_ids(file.path) for file in later))
         return begin
+
+    def _is_beyond(self, entry: EntryId) -> bool:
+        """Whether a server whose clock was set back has lost the entry: those to come have places before it."""
+        newest: Any = self._shard.connection.scripts.xrevrange(self._shard.keys.kept, count=1)
+        return bool(newest) and EntryId.of(newest[0][0].decode()) < entry
 
     def _mark(self) -> EntryId:
         stored: Any = self._shard.connection.scripts.hget(self._shard.keys.trainer, "archived")

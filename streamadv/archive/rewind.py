@@ -28,6 +28,7 @@ from ..trainer.plan import Share
 from ..trajectory.columns import Array
 from ..trajectory.members import offsets
 from ..trajectory.packet import StoredPacket
+from ..units import counted
 from .late import Made, compute_late, late_needs, late_share, without_late
 from .source import Source
 
@@ -62,6 +63,19 @@ class KeptBatch:
     def without_late(self) -> list[tuple[str, int]]:
         """The trajectories whose late columns are not there."""
         return without_late(self.record, self.share, self.seen) if self.record.late else []
+
+    def about(self) -> list[str]:
+        """What is there of it, in lines."""
+        rollouts = counted(sum(len(group.members) for group in self.groups.values()), "rollout")
+        lines = [f"batch {self.record.k}: {counted(len(self.groups), 'group')}, {rollouts}"]
+        if len(self.groups) < self.num_groups:
+            lines.append(f"not there: {self.absent_text()}")
+        if self.has_late_steps and (count := len(self.without_late)):
+            lines.append(
+                f"late: what the trainer made of {', '.join(self.record.late)} is not kept of "
+                f"{counted(count, 'rollout')}; the steps before are compared"
+            )
+        return lines
 
     def absent_text(self) -> str:
         """`2 of 16 groups: g1, g2 (dead:undecodable)`."""

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from ..run import Run
-from ..run.payloads import FetchedPacket, fetch_columns
+from ..run.packets import FetchedPacket, fetch_columns
 from ..status.seen import KeptEntry, kept_entries
 from ..store.keys import RunKeys
 from ..store.replies import as_text

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
-from ..prompts.spec import of_prompt
+from ..prompts.figures import figures_of
+from ..prompts.spec import PREFIX
 from ..run import Run
 from ..run.kept import is_kept, share_kept
 from ..run.run import Shard
@@ -39,6 +40,8 @@ class CommitArguments(NamedTuple):
 
     group: str
     payloads: tuple[str, ...]
+    prompt: str
+    """See `of_prompt`."""
 
 
 def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> CommitArguments:
@@ -50,7 +53,19 @@ def commit_arguments(group: LoggedGroup, tokens_per_micro_batch: int | None) -> 
     return CommitArguments(
         f"{group.entry} {trained} {baseline} {oversize} {group.size_bytes} {len(group.payloads)}",
         tuple([key for key, _ in group.payloads]),
+        of_prompt(group),
     )
+
+
+def of_prompt(group: LoggedGroup) -> str:
+    """For scripts that end groups: ' <group id> <figures>' of a prompt's group, else nothing."""
+    if not group.group_id.startswith(PREFIX):
+        return ""
+    members = group.members
+    rewards: list[float] = members.table["reward"].tolist()
+    if group.sums.baselines:
+        rewards = members.table["reward"][~members.is_baseline].tolist()
+    return f" {group.group_id} {figures_of(rewards, group.sums.tokens)}"
 
 
 def commit(
@@ -103,7 +118,7 @@ def _commit_in_shard(
             kept, output = "-", computed.get(pointer.group_id)
             if is_kept(pointer.group_id, share):
                 kept = "0" if output is None else "2" if record.late else "1"
-            groups.append(f"{known[pointer.group_id].group} {kept}{of_prompt(pointer.group_id)}")
+            groups.append(f"{known[pointer.group_id].group} {kept}{known[pointer.group_id].prompt}")
             payloads += known[pointer.group_id].payloads
             payloads += [output] if output is not None and kept in "12" else []
     outputs, of_results = results_of(shard, record.id, results)

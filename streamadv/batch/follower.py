@@ -17,9 +17,8 @@ from ..run.run import fenced
 from ..store.reasons import Reason
 from .hold import Hold, NotHeldError, as_hold, ask_hold, founding_epoch, read_hold
 from .progress import Progress
-from .record import BatchRecord, find_record
+from .record import BatchRecord, NamingSettings, find_record
 from .session import Session
-from .settings import NamingSettings
 
 
 @dataclass(frozen=True, slots=True)

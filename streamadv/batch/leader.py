@@ -6,34 +6,92 @@ has trained; `recovery.py` makes this session.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Final
 
 from .. import clock, metrics, tracing
-from ..grouping.groups_log import LoggedGroup, Pointer
-from ..prompts.spec import identity, of_prompt
+from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entries
+from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
 from . import traces
-from .candidates import Candidates
 from .carryover import running_with
 from .commit import commit, commit_arguments
-from .dropped import warn_of_oversize
-from .exclusion import drop
-from .named import NamedBatch
-from .progress import Progress
+from .exclusion import drop, warn_of_oversize
+from .progress import NamedBatch, Progress
 from .prompts import RunPrompts
-from .record import BatchRecord, name_batch, read_records
+from .record import BatchRecord, NamingSettings, name_batch, read_records
 from .selection import NamingRules, choose, explained, make_record
 from .session import Session
-from .settings import NamingSettings
 from .work import apply
+
+
+class Candidates:
+    """Groups for the next batches, oldest first.
+
+    Invariant: every entry of a shard's log up to its cursor is a candidate, in a named batch, or was dropped.
+    """
+
+    def __init__(self, run: Run, named: Iterable[Pointer]) -> None:
+        """named: groups of the batches that the session began with, which are in the logs still."""
+        self._run = run
+        #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
+        self._named = set(map(_place, named))
+        #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
+        #: writes has older groups again, see "Going back in time" in docs/reference/guarantees.md.
+        self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
+        self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
+        self._read_whole: set[int] = set()  # shards whose log was read to its end once
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups.values()))
+
+    def __iter__(self) -> Iterator[LoggedGroup]:
+        return heapq.merge(*self._groups.values(), key=attrgetter("position"))
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether it has come to the end of every log, at least once."""
+        return len(self._read_whole) == len(self.cursors)
+
+    def read_on(self, limit: int) -> None:
+        """Read until there are `limit` candidates of each shard, or its log ends."""
+        for shard, groups in self._groups.items():
+            while (missing := limit - len(groups)) > 0:
+                page = read_entries(self._run, shard, self.cursors[shard], missing)
+                cursor = page[-1][1].decode() if page else self.cursors[shard]
+                new = [entry for entry in page if (*entry[:2], entry[2].get(b"group_id")) not in self._named]
+                parsed = parse_groups(self._run.keys, new)
+                groups += parsed  # with the cursor at once: an interrupt before it loses nothing
+                self.cursors[shard] = cursor
+                if len(page) < missing:
+                    self._read_whole.add(shard)
+                    break
+
+    def committed(self, groups: Iterable[Pointer]) -> None:
+        """They are gone from the logs: a group that a server has lost may come again to the place that it had."""
+        self._named.difference_update(map(_place, groups))
+
+    def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
+        """Take groups off the list, which were seen on it: they were named, or dropped."""
+        removed = {(group.shard, group.entry) for group in groups}
+        for shard, candidates in self._groups.items():
+            self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]
+
+
+def _place(pointer: Pointer) -> tuple[int, bytes, bytes]:
+    return pointer.shard, pointer.entry.encode(), pointer.group_id.encode()
+
 
 #: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
 SCAN_PAGES: Final = 8
+#: Batches' worth of groups of each shard that quotas choose from.
+QUOTA_BATCHES: Final = 4
 #: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
 JUDGE_S: Final = 0.2
 #: More than the groups logs hold.
@@ -107,7 +165,8 @@ class Leader(Session):
         settings, since = self._settings, tracing.now()
         limit = max_groups or settings.batch_groups
         needed = 1 if ended else min(settings.min_groups, limit)
-        self._candidates.read_on(limit)
+        ahead = limit * (QUOTA_BATCHES if settings.quotas else 1)
+        self._candidates.read_on(ahead)
         if 0 < len(self._candidates) < needed and clock.now() < self._judge_due:
             return False
         self._judge_due = clock.now() + JUDGE_S
@@ -115,7 +174,7 @@ class Leader(Session):
             groups, has_dropped = self._choose(k, limit)
             if len(groups) >= needed or not has_dropped:
                 break
-            self._candidates.read_on(limit)
+            self._candidates.read_on(ahead)
         self.has_scanned_logs = not has_dropped
         self.dropped.log(now=len(groups) >= needed)
         if len(groups) < needed:
@@ -135,6 +194,7 @@ class Leader(Session):
         rules = NamingRules(
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
+            quotas=self._settings.quotas,
             trained=self.progress,
             tries=self.progress.tries,
             named={
@@ -148,6 +208,9 @@ class Leader(Session):
         )
         since = tracing.now()
         fit, unfit = choose(self._candidates, k, limit, rules)
+        # An entry that a server has lost since would make a copy of the one that came again.
+        if unfit and not self.has_same_servers():
+            return [], False
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         drop(self.run, unfit, self.epoch, k, rules.drop_after)
         for group, reason in unfit:
@@ -250,7 +313,9 @@ class Leader(Session):
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
-            has_prompts = has_prompts or any(of_prompt(group.group_id) for group in batch.record.groups)
+            has_prompts = has_prompts or any(
+                group.group_id.startswith(PREFIX) for group in batch.record.groups
+            )
         if has_prompts:
             self._prompts.carry()
 

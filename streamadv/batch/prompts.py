@@ -12,6 +12,7 @@ from collections.abc import Container
 from typing import Any, Final
 
 from ..messages import log_fields
+from ..prompts.figures import End
 from ..prompts.spec import PromptSet, identity
 from ..prompts.steps import Ends, end, give_back
 from ..prompts.stored import GONE, NOBODY, Stored, carry_out, read, read_sets
@@ -109,7 +110,7 @@ class RunPrompts:
         if not items:
             return
         carry_out(self._run, self._ends.carry(self._run.keys, stored.prompts))
-        ends = [(stored.group_id(item).encode(), outcome.encode()) for item in items]
+        ends = [End(stored.group_id(item), outcome, "") for item in items]
         fields = log_fields("prompts_lost", run=self._run.name, role="trainer", count=len(items))
         text = (
             "run %s: a server has lost how groups of %d prompts have ended, %s among them: they count as %s"

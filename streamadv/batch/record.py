@@ -2,12 +2,14 @@
 
 Rank 0 of the trainer queue names a batch by writing its record into the home shard (`name_batch`). The steps that
 follow in the shards (`work.apply`) are idempotent by the batch's id and repeated until every shard has them.
+`NamingSettings` are the settings by which the trainer queue names batches, for the whole job.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,7 +19,25 @@ from ..grouping.groups_log import ENTRY_ID, Pointer
 from ..messages import brief, first_problem
 from ..run import Run
 from ..run.malformed import reject
-from .settings import NamingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class NamingSettings:
+    """Settings that rank 0 names batches by, and writes into the run."""
+
+    batch_groups: int
+    min_groups: int  # enough to name a batch
+    prefetch: int
+    max_staleness: int | None
+    drop_after: int | None
+    keep_rolled_back: bool
+    needs: frozenset[str]  # columns producers must have pushed
+    chain: Mapping[str, Any]
+    late: tuple[str, ...]
+    tokens_per_micro_batch: int | None
+    keep_groups: bool = False
+    quotas: Mapping[str, float] = field(default_factory=dict)  # data source -> weight of its share of a batch
+
 
 #: Characters of the ids of a batch that each of its kept groups has, at most.
 KEPT_ID_CHARS: Final = 4096

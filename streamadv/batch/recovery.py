@@ -1,6 +1,6 @@
 """Rank 0 takes a run: it finishes or undoes what an older job, or data loss, left half done.
 
-"Going back in time" in docs/understand/guarantees.md says what a server may have lost, and which process repeats it.
+"Going back in time" in docs/reference/guarantees.md says what a server may have lost, and which process repeats it.
 Every step may be repeated: when rank 0 dies or the server restarts in the middle, rank 0 begins again from the first
 step.
 """
@@ -20,12 +20,10 @@ from .commit import commit, read_results, results_of
 from .exclusion import dead_letter_groups, read_exclusions
 from .hold import take
 from .leader import Leader, server_text
-from .named import NamedBatch
-from .progress import Progress, weights_version
+from .progress import NamedBatch, Progress, weights_version
 from .prompts import RunPrompts
-from .record import BatchRecord, name_batch, read_records
+from .record import BatchRecord, NamingSettings, name_batch, read_records
 from .selection import BATCH_ID
-from .settings import NamingSettings
 from .work import apply
 
 #: Groups counted in one call of `set_trainer.lua`.

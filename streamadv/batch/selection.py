@@ -25,6 +25,9 @@ class NamingRules:
     rolled_back_above: int | None = None  # version restored by load_state_dict
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0
+    quotas: Mapping[str, float] = field(
+        default_factory=dict
+    )  # data source -> weight; none: the oldest groups
     named: Container[str] = frozenset()  # groups in batches that are yet to be trained, by `identity`
     tries: Mapping[str, str] = field(default_factory=dict)  # of prompts in the weights: prompt -> group
 
@@ -60,14 +63,15 @@ def choose(
     """The first `batch_groups` groups fit for batch k, and those before them to be dropped, with the reason.
 
     A group of a named batch that stands in the log again, because a server lost it, waits until the batch is trained.
-    So does another try of a prompt that is chosen.
+    So does another try of a prompt that is chosen. With quotas all candidates are judged, and `share_out` chooses.
     """
+    most = None if rules.quotas else batch_groups
     fit: list[LoggedGroup] = []
     unfit: list[tuple[LoggedGroup, str]] = []
     chosen: set[str] = set()
     prompts: set[str] = set()
     for group in candidates:
-        if len(fit) == batch_groups:
+        if len(fit) == most:
             break
         prompt = identity(group.group_id)
         if prompt in rules.named or (prompt in prompts and group.group_id not in chosen):
@@ -81,7 +85,29 @@ def choose(
             fit.append(group)
             chosen.add(group.group_id)
             prompts.add(prompt)
-    return fit, unfit
+    return share_out(fit, batch_groups, rules.quotas) if rules.quotas else fit, unfit
+
+
+def share_out(
+    fit: Sequence[LoggedGroup], batch_groups: int, quotas: Mapping[str, float]
+) -> list[LoggedGroup]:
+    """Up to `batch_groups` of these groups: of each source its share, rounded down, then the oldest of the others.
+
+    fit: the oldest first. quotas: weights; a source without one has the smallest. Shares are among the sources that are
+    there. So each batch has the oldest group, and the n-th group of a source whose share is p >= 1 groups is in one of
+    the next ceil(n / p) batches, as long as no other sources come.
+    """
+    least = min(quotas.values())
+    weights = {source: quotas.get(source, least) for source in {group.data_source or "" for group in fit}}
+    left = {source: int(batch_groups * weight / sum(weights.values())) for source, weight in weights.items()}
+    chosen: set[int] = set()
+    for position, group in enumerate(fit):
+        if left[group.data_source or ""] > 0:
+            left[group.data_source or ""] -= 1
+            chosen.add(position)
+    others = [position for position in range(len(fit)) if position not in chosen]
+    chosen.update(others[: batch_groups - len(chosen)])
+    return [fit[position] for position in sorted(chosen)]
 
 
 def explained(group: LoggedGroup, reason: str, rules: NamingRules) -> LoggedGroup:

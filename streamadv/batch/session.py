@@ -14,12 +14,9 @@ from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
 from . import traces
 from .carryover import KLCoefficients
-from .dropped import DroppedGroups
-from .exclusion import Exclusions, dead_letter_groups, read_exclusions
-from .named import NamedBatch
-from .progress import Progress
-from .record import BatchRecord, Death
-from .settings import NamingSettings
+from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
+from .progress import NamedBatch, Progress
+from .record import BatchRecord, Death, NamingSettings
 
 
 class Session:

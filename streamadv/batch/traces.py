@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from .. import tracing
 from ..grouping.groups_log import LoggedGroup
 from ..run import Run
-from .named import NamedBatch
+from .progress import NamedBatch
 from .record import BatchRecord
 
 

@@ -15,8 +15,7 @@ from ..trajectory.interchange import write_trajectory
 from ..trajectory.schema import Role, Trajectory
 from ..units import counted
 from . import add_import_option
-from .files import add_format_option, number_in, trajectories_of
-from .progress import Advance, progress
+from .files import Advance, add_format_option, number_in, progress, trajectories_of
 
 if TYPE_CHECKING:
     from ..algorithms import Chain, ChainResult, PackedBatch

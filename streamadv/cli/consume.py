@@ -24,8 +24,8 @@ from ..trajectory.interchange import recover, write_trajectory
 from ..units import counted
 from . import add_metrics_option, add_redis_options, connect, settings_from
 from .compute import add_chain_options, chain_from
+from .files import Advance, progress
 from .parser import count, seconds
-from .progress import Advance, progress
 
 if TYPE_CHECKING:
     from ..trainer.queue import TrainerQueue

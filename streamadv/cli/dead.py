@@ -15,7 +15,7 @@ from ..run import Run
 from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, joined
-from .progress import progress
+from .files import progress
 
 
 def add_parser(subparsers: Any) -> None:

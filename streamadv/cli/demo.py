@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..demo.picture import draw
     from ..demo.supervisor import demonstrate
-    from ..demo.view import open_view, summary
+    from ..demo.view import View, summary
 
     given = {
         field.name: getattr(arguments, field.name) for field in fields(DemoSettings) if field.name != "run"
@@ -95,17 +95,16 @@ def run(arguments: argparse.Namespace) -> int:
     process = settings_from(arguments)
     console = Console()
     try:
-        with open_view(console) as view:
-            progress = demonstrate(
-                settings,
-                process.redis_url,
-                view,
-                Signals(),
-                kill=not arguments.no_kill,
-                server_binary=process.server_binary,
-                metrics_port=process.metrics_port,
-                page=open_page if arguments.view else None,
-            )
+        progress = demonstrate(
+            settings,
+            process.redis_url,
+            View(console),
+            Signals(),
+            kill=not arguments.no_kill,
+            server_binary=process.server_binary,
+            metrics_port=process.metrics_port,
+            page=open_page if arguments.view else None,
+        )
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)
         return INTERRUPTED

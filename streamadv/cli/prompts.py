@@ -9,8 +9,10 @@ from typing import Any
 
 from ..errors import StreamadvError
 from ..messages import printable
+from ..prompts.figures import TriesSeen, by_prompt, by_source
 from ..prompts.stored import read, read_sets
-from ..status.prompts import SourceProgress, read_lines, read_progress
+from ..run import Run
+from ..status.prompts import SourceProgress, read_ends, read_lines, read_progress
 from ..units import counted, seconds_text
 from . import add_one_shot_options, joined
 
@@ -20,7 +22,11 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, action, text in (
         ("list", list_all, "each data set by source: trained, filtered, given up, in play, left"),
-        ("show", show, "the prompts of one data set that were given up or are in play"),
+        (
+            "show",
+            show,
+            "the prompts of one data set that were given up, are in play, or have ended lately",
+        ),
     ):
         sub = actions.add_parser(name, help=text, description=text)
         if name == "show":
@@ -34,13 +40,33 @@ def list_all(arguments: argparse.Namespace) -> int:
     """Print how far the run is."""
     with joined(arguments, reading=True) as run:
         lines = read_progress(run, run.now_ms())
+        seen = _by_source(run)
     if arguments.json:
-        print(json.dumps({"run": run.name, "prompts": list(map(asdict, lines))}))
+        found = [asdict(line) | {"seen": asdict(seen[line.name, line.source])} for line in lines]
+        print(json.dumps({"run": run.name, "prompts": found}))
     elif not lines:
         print(f"run {run.name}: no producer has played sa.Prompts(...)")
     else:
-        print("\n".join(printable(line_of(line)) for line in lines))
+        print(
+            "\n".join(printable(line_of(line) + _seen_text(seen[line.name, line.source])) for line in lines)
+        )
     return 0
+
+
+def _by_source(run: Run) -> dict[tuple[str, str], TriesSeen]:
+    """Set and source -> what the last groups have shown."""
+    ends = read_ends(run)
+    sets = [(prompts.name, by_source(prompts, ends)) for prompts in read_sets(run)]
+    return {(name, source): seen for name, found in sets for source, seen in found.items()}
+
+
+def _seen_text(seen: TriesSeen) -> str:
+    if seen.reward_mean is None:
+        return ""
+    return (
+        f"; last {counted(seen.rewarded, 'group')}: reward {seen.reward_mean:.4g}, "
+        f"deviation {seen.reward_deviation:.4g}, {seen.solved} solved"
+    )
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -54,8 +80,12 @@ def show(arguments: argparse.Namespace) -> int:
         stored = read(run, sets[0])
         lines = read_lines(run, stored)
         progress = [line for line in read_progress(run, run.now_ms()) if line.name == arguments.name]
+        seen = by_prompt(sets[0], read_ends(run))
     if arguments.json:
         found = {"sources": list(map(asdict, progress)), "prompts": list(map(asdict, lines))}
+        found["seen"] = [
+            {"source": source, "index": index} | asdict(of) for (source, index), of in seen.items()
+        ]
         print(json.dumps({"run": run.name, "name": arguments.name, **found}))
         return 0
     print("\n".join(printable(line_of(line)) for line in progress))
@@ -65,6 +95,10 @@ def show(arguments: argparse.Namespace) -> int:
         print(
             printable(f"  {source}{line.index}, epoch {line.epoch}: {line.state}, {tries} ({line.group_id})")
         )
+    for (source, index), of in seen.items():
+        text = f"{source} {index}".strip()
+        figures = f"trained {of.trained}, filtered {of.filtered}, dropped {of.dropped}{_seen_text(of)}"
+        print(printable(f"  {text}: {counted(of.tries, 'try', 'tries')} seen, {figures}, {of.tokens} tokens"))
     return 0
 
 
@@ -77,6 +111,8 @@ def line_of(progress: SourceProgress) -> str:
             parts.append(
                 f"{title} {sum(counts.values())} ({', '.join(f'{why} {n}' for why, n in counts.items())})"
             )
+    if progress.skipped:
+        parts.append(f"left out as solved {progress.skipped}")
     parts += [f"in play {progress.in_play}", f"left {progress.left}"]
     if progress.failures:
         parts.append(f"played again {sum(progress.failures.values())} times")

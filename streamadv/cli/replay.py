@@ -17,8 +17,7 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.interchange import poll, read_trajectories
 from ..trajectory.schema import Trajectory
 from . import add_metrics_option, add_redis_options, connect, settings_from
-from .files import DEFAULT_FORMAT, add_format_option, number_in, trajectories_of
-from .progress import Advance, progress
+from .files import DEFAULT_FORMAT, Advance, add_format_option, number_in, progress, trajectories_of
 
 #: Trajectories of refused groups kept in memory before reading on waits for room.
 MAX_SET_ASIDE: Final = 1024

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..archive.folder import open_folder
 from ..extras import TO_COMPUTE, require
 from ..messages import printable
-from ..units import counted
 from . import FAILED, add_import_option, add_one_shot_options, joined
 from .compute import read_chain
 from .evals import table
 
 if TYPE_CHECKING:
     from ..archive.compare import Change
-    from ..archive.rewind import KeptBatch
     from ..archive.source import Source
 
 COLUMNS = ("data source", "groups", "that learn", "tokens", "effective", "opposite sign")
@@ -59,7 +57,7 @@ def rewind(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments.device)
     with _source(arguments) as source:
         batch = find_batch(source, arguments.batch)
-        print("\n".join(map(printable, _about(batch))), flush=True)
+        print("\n".join(map(printable, batch.about())), flush=True)
         if arguments.chain is None:
             again = computed(source, batch, device)
             difference = first_difference(batch, again)
@@ -87,20 +85,6 @@ def _chain(given: str) -> str | dict[str, Any]:
     """A chain from a file, or a preset's name. Raises SettingError for a file that is none."""
     path = Path(given)
     return read_chain(path, "--chain") if path.suffix == ".json" or path.is_file() else given
-
-
-def _about(batch: KeptBatch) -> Iterator[str]:
-    there = len(batch.groups)
-    rollouts = counted(sum(len(group.members) for group in batch.groups.values()), "rollout")
-    yield f"batch {batch.record.k}: {counted(there, 'group')}, {rollouts}"
-    if there < batch.num_groups:
-        yield f"not there: {batch.absent_text()}"
-    if batch.has_late_steps and (count := len(batch.without_late)):
-        names = ", ".join(batch.record.late)
-        yield (
-            f"late: what the trainer made of {names} is not kept of {counted(count, 'rollout')}; "
-            "the steps before are compared"
-        )
 
 
 def _rows(changes: Mapping[str, Change]) -> Iterator[tuple[str, ...]]:

@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from ..store.addresses import LOOPBACK
-from ..store.embedded import APPENDFSYNC, EmbeddedServer
+from ..store.embedded import APPENDFSYNC, LOOPBACK, EmbeddedServer
 from . import add_log_options, settings_from
 from .parser import size
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from ..messages import printable
 from ..run import Run
+from ..run.heartbeats import BEAT_S
 from ..run.manifest import Manifest
-from ..run.ranks import BEAT_S
 from ..status import Status, read_status
 from ..status.audit import Audit, audit
 from ..status.causes import ordinary_wait, reasons_of, unsaved

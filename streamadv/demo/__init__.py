@@ -1,6 +1,6 @@
 """The whole pipeline in one command: rollouts of a real environment, all stages as processes, a trainer that learns.
 
-In the order of the data: `environment` (tokens and episodes), `policy` and `play` (the policy plays), `rollouts` (the
+In the order of the data: `environment` (tokens and episodes), `policy` (and how it plays), `rollouts` (the
 producer process), `trainer` (the consumer process) with `learning`, `evaluate` (how well the policy plays),
-`supervisor` (kills some processes, on the machine of `streamadv up`), `view` (the screen).
+`supervisor` (kills some processes, on the machine of `streamadv up`), `view` (the lines).
 """

@@ -19,8 +19,7 @@ import streamadv as sa
 
 from ..processes import messages
 from .environment import Lakes, draw_map
-from .play import play
-from .policy import Policy
+from .policy import Policy, play
 from .settings import EVALUATE_EVERY, EVALUATION_EPISODES, DemoSettings
 
 LOCK_STEP: Final = 64

@@ -19,8 +19,6 @@ class Update:
     seconds: float  # since the demo began
     reward: float
     kl: float
-    entropy: float
-    clip_fraction: float
     trajectories: int
     staleness_sum: int
     staleness_max: int
@@ -84,15 +82,6 @@ class Progress:
     @property
     def ledger(self) -> Ledger:
         return Ledger.of({}) if self.status is None else self.status.ledger
-
-    @property
-    def depths(self) -> dict[str, int]:
-        """Entries waiting in each stream, and groups on their way."""
-        if self.status is None:
-            return {}
-        streams = {f"{name} stream": stream.length for name, stream in self.status.streams.items()}
-        groups = self.status.groups
-        return {**streams, "open groups": groups.open, "logged groups": groups.logged}
 
     @property
     def trajectories_per_second(self) -> float:

@@ -21,8 +21,7 @@ from streamadv import metrics
 
 from ..settings import load_settings
 from .environment import PROMPT_LENGTH, Episode, Lakes, draw_map
-from .play import play
-from .policy import Policy
+from .policy import Policy, play
 from .settings import GROUP_SIZE, GROUPS_PER_ROUND, DemoSettings
 
 ADMISSION_WAIT_S: Final = 1.0  # how often a waiting process looks whether it should stop

@@ -7,16 +7,15 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..errors import ProcessEndedError
 from ..processes import messages
 from ..processes.machine import Crew, Plan, Show, Signals, run_machine
-from ..processes.worker import Worker
 from ..run import open_run
 from ..run.manifest import RunSettings
 from ..status import Status, read_status
@@ -25,6 +24,7 @@ from ..store.credentials import environment_with
 from ..store.embedded import EmbeddedServer
 from .progress import Kill, Progress
 from .settings import ADVANTAGE_WORKERS, ROLLOUT_PROCESSES, DemoSettings
+from .view import View
 
 KILL_AT: Final = 0.4  # of the updates asked for
 KILLED: Final = ("rollouts-0", "advantage-0", "grouper")
@@ -32,16 +32,6 @@ GROUP_DEADLINE_S: Final = 15.0  # a round takes a fraction of a second; then a k
 STALL_S: Final = 60.0  # without an update, an evaluation or an end
 STATUS_EVERY_S: Final = 0.5
 LOG_TAIL_LINES: Final = 3
-
-
-class View(Protocol):
-    """What the conductor needs of a view."""
-
-    def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def demonstrate(
@@ -79,7 +69,7 @@ def demonstrate(
         )
         conductor = Conductor(Progress(settings), lambda: read_status(run), view, kill=kill)
         if page is not None:
-            view.note(f"view {stack.enter_context(page(url, settings.run))}")
+            view.say(f"view {stack.enter_context(page(url, settings.run))}")
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-demo-")))
         settings.write(directory)
         plan = plan_of(settings, url, directory, conductor.listener, view.say, metrics_port)
@@ -160,7 +150,7 @@ class Conductor:
             raise ProcessEndedError(f"{error}: {tails}") from None
         self._hear_all(None)
         self.progress.phase = "done"
-        self._show({})
+        self._show()
 
     @property
     def _seconds(self) -> float:
@@ -177,7 +167,7 @@ class Conductor:
             raise ProcessEndedError(f"no update for {STALL_S:g} s while {self.progress.phase}")
         if time.monotonic() >= self._status_due:
             self._status_due = time.monotonic() + STATUS_EVERY_S
-            self._show(crew.workers)
+            self._show()
 
     def _hear_all(self, crew: Crew | None) -> None:
         """crew: None once all have ended."""
@@ -218,7 +208,7 @@ class Conductor:
         killed = ", ".join(f"{kill.process} ({kill.pid})" for kill in self.progress.kills)
         self._view.say(f"version {version}: kill -9 of {killed}")
 
-    def _show(self, crew: Mapping[str, Worker]) -> None:
+    def _show(self) -> None:
         self.progress.seconds = self._seconds
         self.progress.read(self._read_status(), self._seconds)
-        self._view.show(self.progress, crew)
+        self._view.show(self.progress)

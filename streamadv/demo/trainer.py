@@ -50,15 +50,15 @@ def main(arguments: list[str]) -> int:
     messages.send("published", version=version)
     committed = version
     for batch in queue:
-        measured = update(policy, optimizer, batch, batch.num_tokens, settings.correction)
-        metrics.training_metrics({"rollout_corr/k3_kl": measured.kl})
+        kl = update(policy, optimizer, batch, batch.num_tokens, settings.correction)
+        metrics.training_metrics({"rollout_corr/k3_kl": kl})
         version = batch.version + 1
         # Before `trained`: whoever hears of a version can load it.
         queue.trained(batch, weights=publish(directory, version, policy))
         if version % CHECKPOINT_EVERY == 0:
             save(queue, checkpoints, policy, optimizer)
             committed = version
-        messages.send("update", version=version, **report(batch, measured))
+        messages.send("update", version=version, **report(batch, kl))
     if version != committed:
         save(queue, checkpoints, policy, optimizer)
     queue.close()
@@ -77,14 +77,12 @@ def save(queue: Any, checkpoints: Path, policy: Policy, optimizer: torch.optim.O
         save_learning(path / WEIGHTS, policy, optimizer)
 
 
-def report(batch: Any, measured: Any) -> dict[str, Any]:
+def report(batch: Any, kl: float) -> dict[str, Any]:
     """What the supervisor shows of one update."""
     staleness = [value for value in batch.staleness if value is not None]
     return {
         "reward": batch.metrics["critic/score/mean"],
-        "kl": measured.kl,
-        "entropy": measured.entropy,
-        "clip_fraction": measured.clip_fraction,
+        "kl": kl,
         "trajectories": len(staleness),
         "staleness_sum": sum(staleness),
         "staleness_max": max(staleness, default=0),

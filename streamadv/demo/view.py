@@ -1,67 +1,23 @@
-"""What you see: a live screen on a terminal, plain lines elsewhere, and the summary at the end."""
+"""What you see: one line every two seconds and one for each event, and the summary at the end."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Final
 
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
-from ..processes.worker import Worker
 from ..status.model import Ledger
 from .progress import Progress
 from .settings import EVALUATION_EPISODES, GOAL
 
-EVENTS_SHOWN: Final = 5
-PLAIN_EVERY_S: Final = 2.0
+SHOW_EVERY_S: Final = 2.0
 _BARS: Final = "▁▂▃▄▅▆▇█"
-_PHASES: Final = {
-    "starting": "starting processes",
-    "learning": "learning",
-    "draining": "rollouts finish, the rest is trained",
-    "evaluating": "evaluating the last version",
-    "done": "done",
-}
 
 
-@contextmanager
-def open_view(console: Console) -> Iterator[LiveView | PlainView]:
-    """The live view on a terminal, plain lines otherwise."""
-    if not console.is_terminal:
-        yield PlainView(console)
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield LiveView(live)
-
-
-class LiveView:
-    """Redraws one screen."""
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-        self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
-
-    def say(self, text: str) -> None:
-        self._events.append(text)
-
-    def note(self, text: str) -> None:
-        """A line that stays above the screen."""
-        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None:
-        self._live.update(screen(progress, crew, list(self._events)), refresh=True)
-
-
-class PlainView:
-    """One line every two seconds, and one per event."""
+class View:
+    """Lines on a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -70,11 +26,10 @@ class PlainView:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    note = say
-
-    def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None:
+    def show(self, progress: Progress) -> None:
+        """The line of this moment, SHOW_EVERY_S after the last one at the earliest."""
         if progress.seconds >= self._next:
-            self._next = progress.seconds + PLAIN_EVERY_S
+            self._next = progress.seconds + SHOW_EVERY_S
             self.say(line(progress))
 
 
@@ -99,86 +54,9 @@ def line(progress: Progress) -> str:
     return "  ".join(words)
 
 
-def screen(progress: Progress, crew: Mapping[str, Worker], events: list[str]) -> RenderableType:
-    """The live screen: progress, learning beside pipeline, processes, events."""
-    settings = progress.settings
-    top = Table.grid(padding=(0, 1), expand=True)
-    top.add_column()
-    top.add_column(ratio=1)
-    top.add_column(justify="right")
-    top.add_row(
-        f"update {progress.version}/{settings.updates}",
-        ProgressBar(total=settings.updates, completed=min(progress.version, settings.updates)),
-        f"{progress.seconds:.0f} s",
-    )
-    middle = Columns([_learning(progress), _pipeline(progress), _processes(progress, crew)], padding=(0, 3))
-    return Panel(
-        Group(top, Text(), middle, Text(), *(Text(event, style="dim") for event in events)),
-        title=f"streamadv demo: FrozenLake 4x4, {settings.maps} map{'s' * (settings.maps == 'random')}",
-        subtitle=f"{settings.estimator}, correction {settings.correction}: {_PHASES[progress.phase]}",
-    )
-
-
 def sparkline(rates: list[float]) -> str:
     """Rates in 0..1 as bars."""
     return "".join(_BARS[min(int(rate * len(_BARS)), len(_BARS) - 1)] for rate in rates)
-
-
-def _facts(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def _learning(progress: Progress) -> Table:
-    rows = [("success rate", "-"), ("curve", "")]
-    if progress.evaluations:
-        last = progress.evaluations[-1]
-        curve = sparkline([evaluation.success_rate for evaluation in progress.evaluations][-11:])
-        rows = [("success rate", f"{last.success_rate:.1%} (v{last.version})"), ("curve", curve)]
-    if progress.updates:
-        newest = progress.updates[-1]
-        rows += [
-            ("batch reward", f"{newest.reward:.3f}"),
-            ("KL", f"{newest.kl:.4f}"),
-            ("entropy", f"{newest.entropy:.3f}"),
-            ("clipped", f"{newest.clip_fraction:.3f}"),
-            ("staleness", f"{newest.staleness_mean:.1f}, max {newest.staleness_max}"),
-        ]
-    return _facts("Learning", rows)
-
-
-def _pipeline(progress: Progress) -> Table:
-    ledger = progress.ledger
-    rows = [
-        ("trajectories/s", f"{progress.trajectories_per_second:,.0f}"),
-        ("pushed", f"{ledger.pushed:,}"),
-        ("trained", f"{ledger.trained:,}"),
-        *_reasons("dropped", ledger.dropped),
-        *_reasons("dead", ledger.dead),
-        ("queued", f"{ledger.queued:,}"),
-        ("in flight", f"{ledger.in_flight:,}"),
-        *((name, f"{depth:,}") for name, depth in progress.depths.items()),
-    ]
-    return _facts("Pipeline", rows)
-
-
-def _reasons(kind: str, counts: dict[str, int]) -> list[tuple[str, str]]:
-    return [(kind, "")] * bool(counts) + [(f"  {reason}", f"{count:,}") for reason, count in counts.items()]
-
-
-def _processes(progress: Progress, crew: Mapping[str, Worker]) -> Table:
-    killed = {kill.process for kill in progress.kills}
-    rows = []
-    for name, worker in crew.items():
-        state = f"{worker.pid}" if worker.pid else "ended" if worker.done else "waits"
-        if name in killed:
-            state = f"[yellow]new[/] {state}"
-        rows.append((name, state))
-    return _facts("Processes", rows)
 
 
 def summary(progress: Progress) -> RenderableType:

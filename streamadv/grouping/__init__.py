@@ -2,10 +2,9 @@
 
 In reading order:
 
-- Scorers: `unscored.py` (what the user's function receives), `scorer.py` (the worker loop), `scores.py` (calls the
-  function), `tries.py` (counts tries), `given_up.py` (logs trajectories without a score), `scoring_streams.py` (hands
-  packets on).
-- Groups: `grouper.py` and its `housekeeping.py`, with `lost_producers.py` and `short_groups.py`.
+- Scorers: `scorer.py` (the worker loop), `scores.py` (calls the function), `away.py` (what has no score yet),
+  `scoring_streams.py` (hands packets on).
+- Groups: `grouper.py` and its `housekeeping.py`, with `short_groups.py`.
   `lua/lib/complete.lua` decides how a group ends.
 - Later stages: `groups_log.py` (reads groups), `layout.py` (the members of many groups end to end),
   `group_traces.py`.

@@ -1,17 +1,25 @@
-"""A judge that is away: its trajectories wait, and their groups meanwhile do not end at their deadlines."""
+"""What becomes of trajectories that have no score yet.
+
+While a judge is away they wait, and their groups do not end at their deadlines. A trajectory that may end its process
+is counted at the server before each try; tries that end with an exception need no server, because the process that
+makes them survives and counts (`Suspect.tries`). What a scorer gives up is logged, one line for many.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import random
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 from .. import clock
 from ..messages import log_fields
 from ..run import Run, Shard
 from ..run.consumer import entries_of
+from ..store.replies import as_count
 from .scores import ScoreError
+from .scoring_streams import WaitingMember
 
 logger = logging.getLogger(__name__)
 
@@ -89,3 +97,99 @@ class Away:
     def _pause_s(error: ScoreError, waits: int) -> float:
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(waits, 10)) * random.uniform(0.5, 1)
         return max(pause, error.wait_s)
+
+
+class Tries:
+    """The tries of one scorer, kept with those of groups at which advantage workers tried (`attempt.lua`)."""
+
+    def __init__(self, scorer: str) -> None:
+        self._scorer = scorer
+        self._counted: set[str] = set()
+
+    def count(self, shard: Shard, item: WaitingMember) -> int:
+        """Count one more try. Returns how many there are with it."""
+        field = self._field(item)
+        self._counted.add(field)
+        tries: int = shard.call("attempt", [field, "1"])
+        return tries
+
+    def forget(self, shard: Shard, item: WaitingMember) -> None:
+        """If this process has counted one."""
+        field = self._field(item)
+        if field in self._counted:
+            shard.call("attempt", [field, "0"])
+            self._counted.discard(field)
+
+    def fewest_first(
+        self, run: Run, units: Sequence[Sequence[WaitingMember]]
+    ) -> list[Sequence[WaitingMember]]:
+        """In the order of tries at their first members: what ends this process again does so when others are done."""
+        if len(units) < 2:
+            return list(units)
+        tries = dict[str, int]()
+        for index in {unit[0].packet.entry.shard for unit in units}:
+            shard = run.shard(index)
+            fields = [self._field(unit[0]) for unit in units if unit[0].packet.entry.shard == index]
+            reply: Any = shard.connection.scripts.hmget(shard.keys.attempts, fields)
+            tries.update(zip(fields, map(as_count, reply), strict=True))
+        return sorted(units, key=lambda unit: tries[self._field(unit[0])])
+
+    def _field(self, item: WaitingMember) -> str:
+        return f"{self._scorer} {item.trajectory.group_id} {item.trajectory.rollout_index}"
+
+
+#: Seconds between two lines for the same reason.
+GIVEN_UP_EVERY_S: Final = 10.0
+
+
+class _Noted(NamedTuple):
+    """The first of some trajectories, and how many they are."""
+
+    name: str
+    group_id: str
+    problem: str
+    trajectories: int
+
+
+class GivenUp:
+    """Trajectories that became unscorable since the last lines of the log: how many and the first one, by reason."""
+
+    def __init__(self, run: str, scorer: str) -> None:
+        self._run = run
+        self._scorer = scorer
+        self._noted: dict[str, _Noted] = {}
+        self._logged_at: dict[str, float] = {}
+
+    def note(self, name: str, group_id: str, reason: str, problem: str, count: int = 1) -> None:
+        """So many trajectories of a group, the first of which is `name`, are unscorable."""
+        fields = log_fields(
+            "trajectory_unscorable", run=self._run, role=self._scorer, group=group_id, reason=reason
+        )
+        logger.debug("scorer %s: trajectory %s is unscorable: %s", self._scorer, name, problem, extra=fields)
+        before = self._noted.get(reason)
+        if before is None:
+            self._noted[reason] = _Noted(name, group_id, problem, count)
+        else:
+            self._noted[reason] = before._replace(trajectories=before.trajectories + count)
+
+    def log(self, now: bool = False) -> None:
+        """A line for each reason whose last one is GIVEN_UP_EVERY_S ago, or for all of them `now`."""
+        for reason, noted in list(self._noted.items()):
+            last = self._logged_at.get(reason)
+            if not now and last is not None and clock.now() - last < GIVEN_UP_EVERY_S:
+                continue
+            del self._noted[reason]
+            self._logged_at[reason] = clock.now()
+            fields = log_fields(
+                "trajectories_unscorable",
+                run=self._run,
+                role=self._scorer,
+                group=noted.group_id,
+                reason=reason,
+                count=noted.trajectories,
+            )
+            which = f"trajectory {noted.name} is"
+            if noted.trajectories > 1:
+                which = f"{noted.trajectories} trajectories, {noted.name} first, are"
+            text = "scorer %s: %s unscorable (%s): %s"
+            logger.warning(text, self._scorer, which, reason, noted.problem, extra=fields)

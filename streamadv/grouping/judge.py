@@ -16,7 +16,7 @@ from ..errors import JudgeAwayError, SettingError
 from ..messages import brief, one_line
 from .remembered import Remembered, content_of
 from .scores import Score
-from .unscored import UnscoredTrajectory
+from .scoring_streams import UnscoredTrajectory
 
 #: Answers after which the same request may succeed: too many requests, or nobody there to answer.
 AWAY_CODES: Final = frozenset((425, 429, 502, 503, 504, 529))

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import SettingError
 from ..messages import brief, log_fields
-from .unscored import UnscoredTrajectory
+from .scoring_streams import UnscoredTrajectory
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ grouper. It goes on whole, once all its members are scored. Each scorer is a sta
 processes for it.
 
 A function may raise for a trajectory, return no valid score, not return, or end its process (`scores.py`). Then each
-suspect trajectory is tried alone (`tries.py`): side by side if the function is a coroutine function and no process
+suspect trajectory is tried alone (`Tries`): side by side if the function is a coroutine function and no process
 has ended. After its last try a trajectory is unscorable. While the function says that its judge is away, trajectories
 wait (`away.py`). A function may be asked for whole groups (`whole_groups.py`).
 """
@@ -27,17 +27,17 @@ from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
 from ..run.manifest import RunSettings
-from ..run.payloads import FetchedPacket, fetch_columns
+from ..run.packets import FetchedPacket, fetch_columns
 from ..settings import run_name
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.payload import payloads_of
 from ..trajectory.reference import references_of
-from .away import Away
-from .given_up import GivenUp
+from .away import Away, GivenUp, Tries
 from .scores import AWAY, Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
 from .scoring_streams import (
     HandOff,
+    UnscoredTrajectory,
     WaitingMember,
     WaitingPacket,
     are_open,
@@ -45,8 +45,6 @@ from .scoring_streams import (
     pass_on,
     unchanged,
 )
-from .tries import Tries
-from .unscored import UnscoredTrajectory
 from .whole_groups import WholeGroups
 
 __all__ = ["Score", "ScoreFunction", "Scorer"]

@@ -14,7 +14,7 @@ from ..errors import HungError, JudgeAwayError, SettingError
 from ..messages import brief, one_line, place_of
 from ..run.hangs import GRACE_S, call_within
 from ..trajectory.fields import is_plain
-from .unscored import UnscoredTrajectory
+from .scoring_streams import UnscoredTrajectory
 
 #: A reward, None (unscorable), named components which are summed up, or why there is none: it is tried again alone.
 Score = float | None | Mapping[str, float] | BaseException

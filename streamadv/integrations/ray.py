@@ -31,9 +31,9 @@ from ..processes.worker import Worker, worker_command
 from ..run import open_run
 from ..run.manifest import RunSettings
 from ..settings import redis_url, run_name
-from ..store.addresses import LOOPBACK, free_port
 from ..store.connection import Connection
 from ..store.credentials import environment_with
+from ..store.embedded import LOOPBACK, free_port
 from ..store.urls import hide_password
 
 require(__name__, "ray")

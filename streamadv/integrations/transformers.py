@@ -356,7 +356,7 @@ def _tokens(batch: Batch) -> dict[str, Tensor]:
 
 
 def _over_batches(name: str, values: Sequence[float]) -> float:
-    """A figure of several batches, from those of each (docs/train/logging.md)."""
+    """A figure of several batches, from those of each (docs/reference/batch-metrics.md)."""
     if name.endswith("/max"):
         return max(values)
     if name.endswith("/min"):

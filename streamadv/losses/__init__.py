@@ -8,7 +8,7 @@ functions compute in float32 at least, carry gradients through `log_probs` (or `
 weigh them by tokens to join micro-batches. A mask may hold other numbers than 0 and 1: means weigh by them, as verl's.
 
 Below A = advantages, r = exp(d), d = log_probs - old_log_probs held in -20 .. 20 (as verl; ROLL and TRL do not).
-Where a peer divides by a number of its own, docs/train/losses.md says with which mode of `aggregate`.
+Where a peer divides by a number of its own, docs/reference/losses.md says with which mode of `aggregate`.
 """
 
 from __future__ import annotations

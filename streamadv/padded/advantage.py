@@ -25,14 +25,13 @@ from ..algorithms.arguments import (
     Values,
     Whole,
 )
-from ..algorithms.estimators.gae import gae_scan
+from ..algorithms.estimators.tokens import gae_scan
 from ..algorithms.kl import KLPenalty, approx_kl
 from ..algorithms.packed import PackedBatch
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.scan import reverse_scan
+from ..algorithms.scan import reverse_scan, turn_returns
+from ..algorithms.segments import Trainable
 from ..algorithms.token_rewards import credited_rewards, outcome_rewards
-from ..algorithms.trainable import Trainable
-from ..algorithms.turns import turn_returns
 from ..algorithms.whitening import whiten
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.arguments import Labels, Mask, Positive, Rows, Share, TokenRewards, Tokens
-from ..algorithms.estimators.gae import gae_scan
-from ..algorithms.estimators.token_baseline import baseline_scan, optimal_token_baseline
+from ..algorithms.estimators.tokens import baseline_scan, gae_scan, optimal_token_baseline
 from ..algorithms.packed import PackedBatch
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import Estimate, get_estimator

@@ -25,8 +25,7 @@ from ..algorithms.arguments import (
     Values,
     Whole,
 )
-from ..algorithms.estimators.gdpo import gdpo
-from ..algorithms.estimators.singleton import Singleton
+from ..algorithms.estimators.outcomes import Singleton, gdpo
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import get_estimator
 from ..algorithms.token_rewards import row_rewards

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..algorithms.arguments import Labels
-from ..algorithms.labels import by_number, numbered, numbered_array
 from ..algorithms.packed import PackedBatch, Steps
 from ..algorithms.packed_checks import BUILT
-from ..algorithms.trainable import Trainable, as_bool, tokens_where
+from ..algorithms.packing import by_number, numbered, numbered_array
+from ..algorithms.segments import Trainable, as_bool, tokens_where
 
 
 def padded_tokens(mask: Tensor) -> Trainable:

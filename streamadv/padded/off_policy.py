@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..algorithms.arguments import BoundOrText, Mask, NotNegative, Tokens
-from ..algorithms.chain_metrics import fetch
+from ..algorithms.chain_metrics import fetch, off_policy_metrics
 from ..algorithms.off_policy import (
     BoundMode,
     RatioLevel,
@@ -14,7 +14,6 @@ from ..algorithms.off_policy import (
     importance_weights,
     reject,
 )
-from ..algorithms.off_policy_metrics import off_policy_metrics
 from ..algorithms.quirks import PeerQuirks
 from ..errors import OptionError
 from ..messages import brief

@@ -24,7 +24,7 @@ from ..algorithms.arguments import (
     Share,
     Values,
 )
-from ..algorithms.estimators.step_grpo import Baseline, against_group
+from ..algorithms.estimators.steps import Baseline, against_group
 from ..algorithms.rewards import normalise
 from ..algorithms.segments import moments, segment_max, spread
 from .entrance import checked

@@ -23,8 +23,7 @@ from ..algorithms.arguments import (
     Values,
 )
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.rewards import NormScope, normalise
-from ..algorithms.running_moments import RunningMoments
+from ..algorithms.rewards import NormScope, RunningMoments, normalise
 from ..algorithms.scan import scan_segments
 from ..algorithms.segments import moments
 from ..errors import ArgumentError, OptionError

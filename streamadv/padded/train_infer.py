@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, Positive, Tokens
+from ..algorithms.chain_metrics import SAFETY_BOUND
 from ..algorithms.off_policy import RatioLevel, at_level
-from ..algorithms.off_policy_metrics import SAFETY_BOUND
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.trainable import Trainable
+from ..algorithms.segments import Trainable
 from ..errors import OptionError
 from .entrance import checked
 from .layout import padded_tokens

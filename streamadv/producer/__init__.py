@@ -7,14 +7,13 @@ asyncio producer only carry the requests out. In reading order:
   and the one place where a request is sent again.
 - `logic.py`: the parts of a producer, and its heartbeat. `membership.py`: its place in the run.
 - `admission.py`: asks whether a group may begin. `replies.py`: reads the scripts' answers. `announcements.py`: waits
-  until the trainer makes room. `ahead.py`: begins several groups in one call.
+  until the trainer makes room.
 - `tickets.py`: the right to push a rollout. `checks.py`: checks what callers pass.
 - `slots.py`: this process's view of a group's slots. `base_group.py`, `group.py`, `async_group.py`: groups and
   rollouts. `failures.py`: why rollouts failed.
-- `records.py`: reads a plain record. `extra_columns.py`: gives extra columns the form that the run has for them.
-- `group_columns.py`: columns that all rollouts of a group share. `encode.py`, `push.py`: what a push sends, in slices.
-  `resend.py`: pushes again to a server that has lost data. `together.py`, `sender.py`: send several pushes in one call,
-  from one caller or from many tasks.
+- `records.py`: reads a plain record. `extra_columns.py`: extra columns, of a push and of a group. `encode.py`,
+  `push.py`: what a push sends, in slices. `resend.py`: pushes again to a server that has lost data. `sender.py`: sends
+  several pushes in one call, from one caller or from many tasks.
 """
 
 from .async_group import AsyncGroup, AsyncRollout

@@ -6,15 +6,16 @@ The script decides: `lua/lib/admit.lua`.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakSet
 
 from .. import doors, metrics, tracing
-from ..errors import GroupEndedError
-from ..messages import log_fields
+from ..errors import GroupEndedError, SettingError
+from ..messages import brief, log_fields
 from ..store.reasons import Reason
 from ..store.replies import as_count
 from ..store.scripts import ScriptCall, script_call
@@ -22,7 +23,7 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
-from .group_columns import ColumnsPush
+from .extra_columns import ColumnsPush
 from .membership import Membership
 from .replies import (
     NO_ROOM,
@@ -38,8 +39,37 @@ from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, St
 from .resend import ResendWindow
 from .tickets import GroupSpec, PushResult, Ticket, new_group_id
 
-if TYPE_CHECKING:
-    from .ahead import Ahead
+MAX_AHEAD: Final = 63
+
+
+class Ahead:
+    """The groups of one iterator that are begun and not asked for."""
+
+    def __init__(self, admission: Admission, request: GroupRequest, ahead: int) -> None:
+        """Raises SettingError for what is no `ahead`."""
+        if not isinstance(ahead, int) or not 0 <= ahead <= MAX_AHEAD:
+            raise SettingError(f"ahead is {brief(ahead)}, needs 0..{MAX_AHEAD}")
+        self._admission, self._request, self._ahead = admission, request, ahead
+        self._call = BeginCall()
+        self._tickets: deque[Ticket] = deque()
+        admission.ahead.add(self)
+
+    def begin(self) -> Steps[Ticket]:
+        """The first ticket of the next group: at once if it is begun already, else as `Admission.begin`."""
+        if not self._tickets:
+            self._call = BeginCall()
+            self._tickets += yield from self._admission.begin(self._request, self._call, 1 + self._ahead)
+        return self._tickets.popleft()
+
+    def forget(self) -> None:
+        """They are those of the process that this one is a copy of."""
+        self._tickets.clear()
+
+    def leave(self) -> None:
+        """Nobody will ask for them: `withdraw` undoes them."""
+        while self._tickets:
+            self._admission.leave_unclaimed(self._call, self._tickets.pop().group_id)
+
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +106,22 @@ class Admission:
         Waits up to `request.timeout` seconds (None = for ever) for the first one, and not for the others. Raises Busy,
         GroupEndedError, RunEndedError, TrajectoryError, SettingError.
         """
-        since, has_given_id = tracing.now(), request.group_id is not None
-        spec = self.check(request)
+        spec, has_given_id = self.check(request), request.group_id is not None
+        return (yield from self.admit(spec, request.timeout, call, count, has_given_id))
+
+    def admit(
+        self,
+        spec: GroupSpec,
+        timeout: float | None,
+        call: BeginCall,
+        count: int = 1,
+        has_given_id: bool = True,
+    ) -> Steps[list[Ticket]]:
+        """`begin` for a group that was checked. has_given_id: else it may get another id."""
+        since = tracing.now()
         yield from self._membership.reopen()
         yield from self.withdraw()
-        wait = self.admission_wait(request.timeout)
+        wait = self.admission_wait(timeout)
         while True:
             spec, reply = yield from self._ask_to_begin(spec, call, has_given_id, count)
             if reply[0] in (b"ok", b"open"):
@@ -99,7 +140,7 @@ class Admission:
             reason = refusal(reply, shard)
             wait.because(reason)
             if wait.expired:
-                raise busy_error(reason, self._membership.run, request.timeout)
+                raise busy_error(reason, self._membership.run, timeout)
             delay, keys = wait.delay(), self._membership.keys_of(spec.group_id)
             knows_none = reply is OUT_OF_MEMORY  # else an announcement from before would end the pause
             with metrics.wait(STAGE):

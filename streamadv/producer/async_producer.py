@@ -14,13 +14,13 @@ from ..store.connection import AsyncConnection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
-from .ahead import Ahead
+from .admission import Ahead
 from .announcements import AsyncAnnouncements
 from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .encode import Push
-from .group_columns import ColumnsPush
+from .extra_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .prompted import PromptedGroups

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from ..errors import SettingError
 from ..messages import brief
 from ..prompts.prompts import Prompts
-from .ahead import Ahead
+from .admission import Ahead
 from .checks import GroupRequest
 from .logic import ProducerLogic
 from .membership import Weights

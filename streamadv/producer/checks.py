@@ -16,7 +16,7 @@ from ..trajectory.checked import Checked
 from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.fields import MAX_SHORT_TEXT, is_plain
 from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
-from .group_columns import GroupColumns
+from .extra_columns import GroupColumns
 from .tickets import ANY_SLOT, GROUP_ROLES, GroupSpec, Ticket, new_group_id
 
 MAX_METADATA_BYTES: Final = 1 << 16

@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any, Final, NamedTuple, TypeVar
 
 from .. import doors
+from ..store.exchange import Payloads
 from ..store.keys import ShardKeys
-from ..store.resp import Payloads
 from ..store.scripts import ScriptCall, script_call
 from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import merge_packets

@@ -19,7 +19,7 @@ from ..store.replies import as_int
 from ..store.retry import RETRYABLE
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
-from .ahead import Ahead
+from .admission import Ahead
 from .announcements import Announcements
 from .base_producer import BaseProducer
 from .checks import GroupRequest

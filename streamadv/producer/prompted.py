@@ -1,4 +1,4 @@
-"""Groups of prompts for `Producer.prompts`: lease a prompt, begin its group, until all have ended."""
+"""Groups of prompts for `Producer.prompts`: lease prompts, begin their groups, until all have ended."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any, Final
 
 from .. import clock, doors, metrics
 from ..errors import GroupEndedError, RunEndedError
+from ..prompts.figures import by_source
 from ..prompts.prompts import Prompts
-from ..prompts.steps import Ends, Lease, describe, give_back, lease, note_ended
+from ..prompts.steps import Ends, Lease, describe, give_back, lease, note_ended, read_ends, select, skip
 from ..store.reasons import Reason
 from ..store.replies import as_count, as_text
 from ..store.scripts import ScriptCall
 from ..store.waiting import Blocked, Wait
+from .admission import BeginCall
 from .checks import GroupRequest
 from .logic import ProducerLogic
 from .requests import STAGE, GroupCall, Pause, Steps
-from .tickets import Ticket
+from .tickets import GroupSpec, Ticket
 
 #: Seconds between two looks at how groups have ended, while there are prompts to play.
 CARRY_S: Final = 1.0
@@ -36,7 +38,7 @@ class PromptedGroups:
         self._prompts = prompts
         self._request = request
         self._ends = Ends()
-        self._is_described = False
+        self._spec: GroupSpec | None = None  # what all groups share
         self._carry_due = -math.inf
         self._nonce = ""  # of leases that were asked for and have not come yet
         self._leases: deque[Lease] = deque()  # not begun yet
@@ -55,13 +57,17 @@ class PromptedGroups:
                 return None
             source, position = map(int, leased.item.split())
             place = name, epoch, index = self._prompts.set.locate(source, position)
-            request = self._request._replace(
+            if self._spec is None:
+                numbers = {"prompt": index, "epoch": epoch}
+                metadata = {**(self._request.metadata or {}), **numbers}
+                self._spec = self._logic.admission.check(self._request._replace(metadata=metadata))
+            spec = self._spec._replace(
                 group_id=self._prompts.set.id_of(place, leased.number),
                 data_source=name or None,
-                metadata={**(self._request.metadata or {}), "prompt": index, "epoch": epoch},
+                metadata={**self._spec.metadata, "prompt": index, "epoch": epoch},
             )
             try:
-                ticket = yield from self._logic.begin(request)
+                [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, BeginCall())
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
                 self._leases.popleft()
@@ -95,6 +101,10 @@ class PromptedGroups:
             elif state == b"leased":
                 self._leases.extend(map(Lease, map(as_text, reply[1::2]), map(as_text, reply[2::2])))
                 self._nonce = ""
+                if self._prompts.set.skip_solved:
+                    yield from self._skip()
+            elif state == b"select":
+                yield from self._select(as_count(reply[1]))
             elif state == b"some":
                 yield from membership.reopen()
             elif state == b"over" or membership.has_run_ended:
@@ -118,6 +128,20 @@ class PromptedGroups:
             return lease(self._home, self._prompts.set, mode, self._nonce, self._logic.membership.owner)
 
         return GroupCall(make)
+
+    def _skip(self) -> Steps[None]:
+        """Leave out what was solved in the last epochs."""
+        leases = list(self._leases)
+        skipped: list[int] = yield skip(self._home, self._prompts.set, leases)
+        self._leases = deque(
+            lease for lease, is_skipped in zip(leases, skipped, strict=True) if not is_skipped
+        )
+
+    def _select(self, period: int) -> Steps[None]:
+        """Ask the user's function for shares, which the run notes unless another producer was first."""
+        ends = yield from read_ends(self._logic.membership.manifest.keys)
+        weights = self._prompts.weights_for(by_source(self._prompts.set, ends))
+        yield select(self._home, self._prompts.set, period, weights)
 
     def _carry(self) -> Steps[None]:
         if clock.now() >= self._carry_due:

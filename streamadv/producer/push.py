@@ -19,14 +19,13 @@ from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
 from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
-from .extra_columns import conform, kinds_of
-from .group_columns import ColumnsPush, GroupColumns, read_columns
+from .extra_columns import ColumnsPush, GroupColumns, conform, kinds_of, read_columns
 from .membership import Membership
 from .replies import NO_ROOM, cancelled_slots, push_codes, unregistered
 from .requests import Steps
 from .resend import ResendWindow
+from .sender import together
 from .tickets import GroupSpec, PushResult, Ticket
-from .together import together
 
 
 class Pushes:

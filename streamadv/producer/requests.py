@@ -15,7 +15,7 @@ from ..store.keys import ShardKeys
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall
 from .encode import Push
-from .group_columns import ColumnsPush
+from .extra_columns import ColumnsPush
 
 STAGE: Final = "producer"
 

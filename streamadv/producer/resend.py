@@ -1,6 +1,6 @@
 """Keeps what a producer sent recently, and sends it again to a server that comes back without its latest writes.
 
-See "Going back in time" in docs/understand/guarantees.md.
+See "Going back in time" in docs/reference/guarantees.md.
 """
 
 from __future__ import annotations

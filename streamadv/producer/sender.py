@@ -1,4 +1,4 @@
-"""Sends the pushes of all tasks of an asyncio producer in few calls."""
+"""Sends several pushes in few calls: those of all tasks of an asyncio producer, and those of `push_many`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ConnectionError
 
+from ..errors import StreamadvError
 from ..store.pipelined import fail
-from .encode import Push, join, shares, take_slice
+from .encode import Push, Reply, join, shares, slices, take_slice
+from .requests import OUT_OF_MEMORY, GroupCall, Steps, T
 
 #: Calls of a lane that wait for their replies. With more, each would bring less; with one, the server would wait.
 MAX_UNDER_WAY: Final = 2
@@ -85,3 +87,70 @@ class Sender:
             fail(future, ConnectionError("the call was cancelled"))
         lane.under_way -= 1
         self._flush(lane)
+
+
+class _Ended(NamedTuple):
+    outcome: Any  # a result or an error
+
+
+class _Held(NamedTuple):
+    """Steps that have come to their first push."""
+
+    number: int
+    request: GroupCall
+    push: Push  # the first attempt at it
+
+
+def together(pushes: Sequence[Steps[T]]) -> Steps[list[T | StreamadvError]]:
+    """The outcomes of steps whose first pushes go together; what then is left of each goes by itself.
+
+    Raises an error that comes before the first push, such as of a wrong argument, before anything is sent.
+    """
+    outcomes: dict[int, Any] = {}
+    lanes: dict[Any, list[_Held]] = {}
+    try:
+        for number, steps in enumerate(pushes):
+            step = yield from _advance(steps, None, number)
+            if isinstance(step, _Held):
+                lanes.setdefault(step.push.lane, []).append(step)
+            elif isinstance(step.outcome, StreamadvError):
+                raise step.outcome
+            else:
+                outcomes[number] = step.outcome
+        for lane in lanes.values():
+            for part in slices(lane, lambda waiting: waiting.push.load):
+                replies = yield from _ask(part)
+                for (number, *_), reply in zip(part, replies, strict=True):
+                    ended = yield from _advance(pushes[number], reply)
+                    outcomes[number] = ended.outcome
+    finally:
+        for steps in pushes:
+            steps.close()
+    return [outcomes[number] for number in range(len(pushes))]
+
+
+def _advance(steps: Steps[Any], reply: Any, number: int | None = None) -> Steps[Any]:
+    """Carry out what the steps ask for, after this reply: to their end, or with a number to their first push."""
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as stop:
+            return _Ended(stop.value)
+        except StreamadvError as error:
+            return _Ended(error)
+        if number is not None and isinstance(request, GroupCall) and isinstance(push := request.make(), Push):
+            return _Held(number, request, push)
+        reply = yield request
+
+
+def _ask(waiting: Sequence[_Held]) -> Steps[Sequence[Reply]]:
+    """The replies to pushes that are sent together."""
+    last: list[tuple[list[Any], Push]] = []  # attempt: its pushes, and these as one
+
+    def make() -> Push:
+        pushes: list[Any] = [one.request.make() if last else one.push for one in waiting]
+        last[:] = [(pushes, join(pushes))]
+        return last[0][1]
+
+    replies = yield GroupCall(make)
+    return [OUT_OF_MEMORY] * len(waiting) if replies is OUT_OF_MEMORY else shares(*last[0], replies)

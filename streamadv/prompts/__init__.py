@@ -4,7 +4,7 @@ The prompts stay with the producers. The run holds, for each name, what `lua/pro
 reading order:
 
 - `order.py`: the order in an epoch. `spec.py`: what all producers agree on, and the ids of the groups. `sources.py`,
-  `prompts.py`: the data set that a user gives.
+  `prompts.py`: the data set that a user gives. `figures.py`: what the last groups have shown.
 - `steps.py`: lease a prompt, and carry the ends of groups home: steps without I/O, for producers and for the pipeline.
 - `stored.py`: what a run has of its prompts, as rank 0, groupers and observers read and change it.
 
@@ -14,7 +14,8 @@ shard's stream `prompt_ends`, and whoever carries that home may do so twice. A t
 group, once (`spec.identity`).
 """
 
+from .figures import TriesSeen
 from .prompts import Prompts
 from .sources import Stream
 
-__all__ = ["Prompts", "Stream"]
+__all__ = ["Prompts", "Stream", "TriesSeen"]

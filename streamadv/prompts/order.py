@@ -26,11 +26,13 @@ def _walk(length: int, seed: int, epoch: int, value: int, rounds: range) -> int:
     is_back = rounds.step < 0
     while True:
         left, right = value >> bits, value & mask
+        if is_back:
+            left, right = right, left
         for number in rounds:  # a Feistel network, which any round function makes a permutation
-            if is_back:
-                left, right = right ^ (_mix(left + keys[number]) & mask), left
-            else:
-                left, right = right, left ^ (_mix(right + keys[number]) & mask)
+            word = (right + keys[number]) * 0xBF58476D1CE4E5B9 & _WORD
+            left, right = right, left ^ ((word ^ word >> 32) * 0x94D049BB133111EB >> 40 & mask)
+        if is_back:
+            left, right = right, left
         value = left << bits | right
         if value < length:
             return value

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from ..errors import SettingError
+from ..messages import brief
+from .figures import TriesSeen
 from .sources import Source, Stream, source_of
 from .spec import PromptSet
 
 #: Prompts of a source that its fingerprint looks at, spread over it.
 SAMPLED: Final = 64
+
+#: What the last groups of each source have shown -> weight of each source.
+Select = Callable[[Mapping[str, TriesSeen]], Mapping[str, float]]
 
 
 class Prompts:
@@ -31,6 +36,16 @@ class Prompts:
         retries: how often a prompt is played again whose group was dropped, expired, failed or is dead. Filters
             (zero variance, difficulty) end a prompt at once.
         name: of the data set in the run.
+        skip_solved: a prompt that was solved in so many epochs running, 1 to 9, is left out of later ones; 0 = none is.
+            It is solved where all rewards of its group are at least `best_reward`.
+        best_reward: see `skip_solved`.
+        select: chooses weights anew once an epoch, or every `select_every` batches: called by one of the producers with
+            what the last groups of each source have shown (name -> `TriesSeen`; the last 8,192 groups of a shard), it
+            returns the weight of each source from now on. A source of weight 0 is played after all others. A pure
+            function, the same at all producers; the run notes its first answer for each period.
+        select_every: batches; None = an epoch, that is as many prompts as all sources have.
+
+    Raises SettingError for an argument out of range.
     """
 
     def __init__(
@@ -42,13 +57,20 @@ class Prompts:
         weights: Mapping[str, float] | None = None,
         retries: int = 1,
         name: str = "train",
+        skip_solved: int = 0,
+        best_reward: float = 1.0,
+        select: Select | None = None,
+        select_every: int | None = None,
     ) -> None:
         named = dict(sorted(source.items())) if isinstance(source, Mapping) else {"": source}
         sources = {key: source_of(key, given) for key, given in named.items()}
         lengths = {key: len(each) for key, each in sources.items()}
         self._sources: Sequence[Source] = list(sources.values())
         shares = lengths if weights is None else dict(sorted(weights.items()))
-        self.set = PromptSet(name, lengths, epochs, shuffle, dict(shares), retries, "").checked()
+        when = "" if select is None else _period(name, select, select_every, sum(lengths.values()))
+        self._select = select
+        options = (skip_solved, best_reward, when)
+        self.set = PromptSet(name, lengths, epochs, shuffle, dict(shares), retries, "", *options).checked()
         if shuffle is not None and any(isinstance(each, Stream) for each in sources.values()):
             raise SettingError(
                 f"prompts {name}: shuffle is {shuffle}, and a Stream is read in its order: use shuffle=None"
@@ -66,6 +88,31 @@ class Prompts:
     def item(self, source: int, index: int) -> Any:
         """A prompt. source: its number, from 1."""
         return self._sources[source - 1][index]
+
+    def weights_for(self, seen: Mapping[str, TriesSeen]) -> Mapping[str, float]:
+        """What `select` says. Raises SettingError for an answer that is no weight for each source."""
+        weights = self._select(seen) if self._select is not None else self.set.weights
+        if not isinstance(weights, Mapping):
+            raise SettingError(
+                f"prompts {self.set.name}: select returned {brief(weights)}, needs a weight by source"
+            )
+        self.set.check_weights(weights, least=0)
+        return weights
+
+
+def _period(name: str, select: Any, every: int | None, prompts: int) -> str:
+    """When weights are selected, as the run has it."""
+    if not callable(select):
+        raise SettingError(
+            f"prompts {name}: select is {brief(select)}, needs a function of statistics by source"
+        )
+    if every is None:
+        return f"begun {prompts}"
+    if not isinstance(every, int) or isinstance(every, bool) or not 0 < every < 10**9:
+        raise SettingError(
+            f"prompts {name}: select_every is {brief(every)}, needs a whole number from 1 on, or None"
+        )
+    return f"version {every}"
 
 
 def _fingerprint(sources: Mapping[str, Source]) -> str:

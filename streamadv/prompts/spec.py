@@ -6,9 +6,12 @@ A prompt is known by the number of its source and its position there: position p
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from ..errors import SettingError
@@ -23,6 +26,9 @@ SOURCE: Final = re.compile(r"[A-Za-z0-9._/-]{0,80}")
 GROUP_ID: Final = re.compile(
     rf"{PREFIX}({NAME.pattern}):({SOURCE.pattern}):([0-9]{{1,9}}):([0-9]{{1,12}}):([0-9]{{1,9}})"
 )
+SELECT: Final = re.compile(r"(?:(?:begun|version) [1-9][0-9]{0,14})?")
+MOST_SOURCES: Final = 1000
+MIN_WEIGHT: Final = 1e-9
 MOST: Final = 10**12  # prompts of a source, over all epochs: scripts count exactly
 
 
@@ -31,9 +37,9 @@ def identity(group_id: str) -> str:
     return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id
 
 
-def of_prompt(group_id: str) -> str:
-    """For scripts that end groups: ' <group id>' of a prompt's group, else nothing."""
-    return f" {group_id}" if group_id.startswith(PREFIX) else ""
+def is_number(value: object) -> bool:
+    """Whether it is a finite one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Tried(NamedTuple):
@@ -44,6 +50,7 @@ class Tried(NamedTuple):
     number: int
     epoch: int
     source: str
+    prompt: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,12 @@ class PromptSet:
     weights: dict[str, float]
     retries: int
     fingerprint: str
+    skip_solved: int = 0
+    """In how many epochs running a prompt is solved that is left out from then on; 0 = none is."""
+    best_reward: float = 1.0
+    """A prompt is solved where all rewards of its group are at least this."""
+    select: str = ""
+    """When weights are selected anew: 'begun <prompts>', 'version <batches>', '' = never."""
 
     def to_text(self) -> str:
         return self._text
@@ -80,12 +93,20 @@ class PromptSet:
             raise SettingError(
                 f"prompts: name is {brief(self.name)}: use letters, digits, '.', '_' and '-', at most 40"
             )
-        for name, least in (("epochs", 1), ("retries", 0)):
+        for name, least, most in (("epochs", 1, 10**6), ("retries", 0, 10**6), ("skip_solved", 0, 9)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 10**6:
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise SettingError(
-                    f"prompts {self.name}: {name} is {brief(value)}, needs a whole number from {least} on"
+                    f"prompts {self.name}: {name} is {brief(value)}, needs a whole number from {least} to {most}"
                 )
+        if not is_number(self.best_reward):
+            raise SettingError(
+                f"prompts {self.name}: best_reward is {brief(self.best_reward)}, needs a number"
+            )
+        if not isinstance(self.select, str) or not SELECT.fullmatch(self.select):
+            raise SettingError(
+                f"prompts {self.name}: select is {brief(self.select)}, needs 'begun n' or 'version n'"
+            )
         if self.shuffle is not None and (not isinstance(self.shuffle, int) or isinstance(self.shuffle, bool)):
             raise SettingError(
                 f"prompts {self.name}: shuffle is {brief(self.shuffle)}, needs a seed (a whole number), or None"
@@ -94,14 +115,30 @@ class PromptSet:
             raise SettingError(
                 f"prompts {self.name}: there is no source: give a sequence, or a mapping of names"
             )
+        if len(self.sources) > MOST_SOURCES:
+            raise SettingError(
+                f"prompts {self.name}: there are {len(self.sources)} sources: give at most {MOST_SOURCES}"
+            )
         for source, length in self.sources.items():
             self._check_source(source, length)
-        if self.weights.keys() != self.sources.keys():
+        self.check_weights(self.weights)
+        return self
+
+    def check_weights(self, weights: Mapping[str, float], least: float = MIN_WEIGHT) -> None:
+        """Raises SettingError unless each source has a weight. least: of one; 0 = all but one may be 0."""
+        if weights.keys() != self.sources.keys():
             raise SettingError(
-                f"prompts {self.name}: weights are for {sorted(self.weights)}, the sources are {sorted(self.sources)}: "
+                f"prompts {self.name}: weights are for {sorted(weights)}, the sources are {sorted(self.sources)}: "
                 "give each source one"
             )
-        return self
+        for source, weight in weights.items():
+            if not is_number(weight) or not least <= weight < 10**9:
+                raise SettingError(
+                    f"prompts {self.name}: the weight of {source!r} is {brief(weight)}, needs a number "
+                    f"{'from' if least == 0 else 'above'} 0{' on' * (least == 0)}"
+                )
+        if not any(weights.values()):
+            raise SettingError(f"prompts {self.name}: all weights are 0: give one source a number above 0")
 
     def _check_source(self, source: str, length: int) -> None:
         if not isinstance(source, str) or not SOURCE.fullmatch(source):
@@ -113,11 +150,6 @@ class PromptSet:
             raise SettingError(
                 f"prompts {self.name}: source {source!r} has {length} prompts, needs 1 or more"
             )
-        weight = self.weights.get(source, 1.0)
-        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 10**9:
-            raise SettingError(
-                f"prompts {self.name}: the weight of {source!r} is {brief(weight)}, needs a number above 0"
-            )
 
     @property
     def totals(self) -> list[int]:
@@ -126,7 +158,7 @@ class PromptSet:
 
     @cached_property
     def lease_args(self) -> list[Any]:
-        """Of each source its total and its weight, for the script `lease`."""
+        """Of each source its total and its weight, for the script `lease_prompt`."""
         weights = [self.weights[source] for source in self.sources]
         return [part for pair in zip(self.totals, weights, strict=True) for part in pair]
 
@@ -139,7 +171,7 @@ class PromptSet:
 
     def locate(self, source: int, position: int) -> tuple[str, int, int]:
         """Source, epoch and index of a prompt. source: its number, from 1."""
-        name, length = list(self.sources.items())[source - 1]
+        name, length, _ = self._places[source - 1]
         epoch, place = divmod(position, length)
         return name, epoch, index_at(length, self.shuffle, epoch, place)
 
@@ -157,10 +189,25 @@ class PromptSet:
         match = GROUP_ID.fullmatch(group_id)
         if match is None or match[1] != self.name or match[2] not in self.sources:
             return None
-        epoch, index, number = map(int, match.groups()[2:])
+        epoch, index, number = int(match[3]), int(match[4]), int(match[5])
         length = self.sources[match[2]]
         if epoch >= self.epochs or index >= length:
             return None
-        source = list(self.sources).index(match[2]) + 1
         position = epoch * length + place_of(length, self.shuffle, epoch, index)
-        return Tried(f"{source} {position}", number, epoch, match[2])
+        return Tried(f"{self._numbers[match[2]]} {position}", number, epoch, match[2], index)
+
+    def overall(self, source: str, index: int) -> int:
+        """The number of a prompt among those of all sources, from 0."""
+        return self._places[self._numbers[source] - 1][2] + index
+
+    @cached_property
+    def _places(self) -> list[tuple[str, int, int]]:
+        """Of each source name, length, and how many prompts come before it."""
+        before = accumulate(self.sources.values(), initial=0)
+        return [
+            (name, length, first) for (name, length), first in zip(self.sources.items(), before, strict=False)
+        ]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.sources, 1)}

@@ -13,15 +13,18 @@ from ..errors import SettingError
 from ..store.keys import RunKeys, ShardKeys
 from ..store.replies import as_text
 from ..store.scripts import ScriptCall, script_call
-from .spec import PromptSet
+from .figures import End, parse_figures
+from .spec import PromptSet, Tried
 
 T = TypeVar("T")
 ScriptSteps = Generator[ScriptCall, Any, T]
 
 #: Ends of groups carried in one call.
 PAGE: Final = 256
+#: Ends read in one call for `select`.
+READ: Final = 2048
 #: Prompts leased in one call. A producer that holds some back holds up nobody: there is much more for the others.
-MOST_LEASED: Final = 8
+MOST_LEASED: Final = 32
 LEFT_PER_LEASE: Final = 64
 #: Before the first entry of a stream.
 START: Final = "0-0"
@@ -57,9 +60,43 @@ def describe(keys: ShardKeys, prompts: PromptSet) -> ScriptSteps[None]:
 
 def lease(keys: ShardKeys, prompts: PromptSet, mode: str, nonce: str, owner: str) -> ScriptCall:
     """mode: lease, repeat or ask."""
-    args = [prompts.name, prompts.to_text(), mode, nonce, owner, MOST_LEASED, LEFT_PER_LEASE]
+    args = [prompts.name, prompts.to_text(), mode, nonce, owner, MOST_LEASED, LEFT_PER_LEASE, prompts.select]
     args += prompts.lease_args
     return script_call("lease_prompt", keys, args, **_keys(prompts.name, "state", "entries", "again"))
+
+
+def skip(keys: ShardKeys, prompts: PromptSet, leases: Sequence[Lease]) -> ScriptCall:
+    """End those of these prompts that were solved often enough."""
+    args: list[Any] = [prompts.skip_solved]
+    for each in leases:
+        source, epoch, index = prompts.locate(*map(int, each.item.split()))
+        args += [*each, epoch, prompts.overall(source, index)]
+    return script_call("skip_prompts", keys, args, **_keys(prompts.name, "state", "entries", "solved"))
+
+
+def select(keys: ShardKeys, prompts: PromptSet, period: int, weights: Mapping[str, float]) -> ScriptCall:
+    """Prompts are begun in these shares, unless others were selected for this period."""
+    args = [period, *(float(weights[source]) for source in prompts.sources)]
+    return script_call("select_prompts", keys, args, **_keys(prompts.name, "state"))
+
+
+def read_ends(keys: RunKeys) -> ScriptSteps[list[End]]:
+    """How the last groups of prompts in all shards have ended."""
+    ends: list[End] = []
+    for shard in keys.shards:
+        last = START
+        while True:
+            flat = yield script_call("read_prompt_ends", shard, [last, READ])
+            ends += ends_in(flat)
+            if len(flat) < 4 * READ:
+                break
+            last = as_text(flat[-4])
+    return ends
+
+
+def ends_in(flat: Sequence[bytes]) -> list[End]:
+    """From a reply of `read_prompt_ends`."""
+    return [End(*map(as_text, parts)) for parts in zip(flat[1::4], flat[2::4], flat[3::4], strict=True)]
 
 
 def give_back(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
@@ -95,8 +132,8 @@ class Ends:
                 flat = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
                 if not flat:
                     break
-                ends = list(zip(flat[1::3], flat[2::3], strict=True))
-                last = as_text(flat[-3])
+                ends = ends_in(flat)
+                last = as_text(flat[-4])
                 now = yield end(keys.home, prompts, ends, (shard, known, last), again)
                 self._cursors[place] = as_text(now)
                 carried += len(ends)
@@ -106,18 +143,26 @@ class Ends:
 def end(
     keys: ShardKeys,
     prompts: PromptSet,
-    ends: Sequence[tuple[bytes, bytes]],
+    ends: Sequence[End],
     read: tuple[int, str, str],
     again: bool,
 ) -> ScriptCall:
-    """Ends of groups: group id, outcome. read: shard, last entry known before, last one of these."""
+    """Ends of groups. read: shard, last entry known before, last one of these."""
     args: list[Any] = [prompts.retries, *read, "repeat" if again else "check"]
-    for group_id, outcome in ends:
-        tried = prompts.parse(as_text(group_id))
+    for group_id, outcome, figures in ends:
+        tried = prompts.parse(group_id)
         if tried is not None:
-            args += [tried.item, tried.number, tried.epoch, outcome]
-    kinds = ("state", "entries", "again", "given_up")
+            solved = _solved(prompts, tried, figures) if prompts.skip_solved else ""
+            args += [tried.item, tried.number, tried.epoch, outcome, solved]
+    kinds = ("state", "entries", "again", "given_up", "solved")
     return script_call("end_prompts", keys, args, **_keys(prompts.name, *kinds))
+
+
+def _solved(prompts: PromptSet, tried: Tried, figures: str) -> str:
+    """'<number of the prompt among all> <1 if it was solved, else 0>'."""
+    known = parse_figures(figures)
+    is_solved = known is not None and known.least >= prompts.best_reward
+    return f"{prompts.overall(tried.source, tried.prompt)} {int(is_solved)}"
 
 
 def _keys(name: str, *kinds: str) -> Mapping[str, Any]:

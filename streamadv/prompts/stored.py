@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class Stored:
     """Prompts that have ended, and are not below `following`."""
     counters: dict[str, int]
     """'<what> <source> <epoch>' -> number."""
+    shares: dict[str, float]
+    """Of each source the weight by which its prompts are begun now."""
 
     @property
     def is_over(self) -> bool:
@@ -111,7 +114,22 @@ def read(run: Run, prompts: PromptSet) -> Stored:
         if key.count(b" ") == 2
     }
     born = state.get(b"born", b"").decode(errors="replace")
-    return Stored(prompts, born, following, entries, ended, counters)
+    selected = [as_number(state.get(b"weight:%d" % source)) for source in range(1, len(totals) + 1)]
+    shares = [
+        given if weight is None else weight
+        for weight, given in zip(selected, prompts.weights.values(), strict=True)
+    ]
+    by_source = dict(zip(prompts.sources, shares, strict=True))
+    return Stored(prompts, born, following, entries, ended, counters, by_source)
+
+
+def as_number(value: bytes | None) -> float | None:
+    """The weight that a script has noted, or None."""
+    try:
+        number = float(value or b"")
+    except ValueError:
+        return None
+    return number if 0 <= number < math.inf else None
 
 
 def _is_of(item: str, totals: list[int]) -> bool:

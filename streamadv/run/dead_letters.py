@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from ..errors import StreamadvError
 from ..store.replies import as_count, replies_of
-from ..trajectory.listing import list_table
-from ..trajectory.member_table import cut_tables
+from ..trajectory.member_table import cut_tables, list_table
 from .malformed import Malformed, list_malformed
 from .run import Run, Shard
 

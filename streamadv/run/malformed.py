@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..messages import log_fields, one_line
-from ..trajectory.listing import list_table
-from ..trajectory.member_table import cut_tables
+from ..trajectory.member_table import cut_tables, list_table
 from .run import Shard
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """A run from outside: where every trajectory is, whether the ledger balances, which process waits for what.
 
-In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `sizes`, `activity` and
+In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `activity` and
 `evaluations`), `causes` (why nothing moves), `watchdog` (what the trainer does about it), `exported` (the status as
 metrics), `audit` over `stored` (walks over everything stored, and deletes a run).
 """

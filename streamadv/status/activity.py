@@ -17,9 +17,8 @@ import numpy as np
 from ..errors import StreamadvError
 from ..grouping.groups_log import parse_groups
 from ..run import Run, find_run
-from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S
-from ..run.leases import NOBODY
-from ..run.ranks import heard_ranks
+from ..run.consumer import NOBODY
+from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S, heard_ranks
 from ..store.connection import Connection
 from ..store.keys import LAST_ID, RUNS, ShardKeys
 from ..store.replies import as_mapping, as_texts, or_nothing, replies_of

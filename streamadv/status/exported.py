@@ -67,7 +67,11 @@ def _prompts(status: Status) -> dict[tuple[str, str, str], int]:
     found: dict[tuple[str, str, str], int] = {}
     for each in status.prompts[:MAX_EVALUATIONS]:
         states = {"trained": each.trained, "in_play": each.in_play, "left": each.left}
-        states |= {"filtered": sum(each.filtered.values()), "given_up": sum(each.given_up.values())}
+        states |= {
+            "filtered": sum(each.filtered.values()),
+            "given_up": sum(each.given_up.values()),
+            "skipped": each.skipped,
+        }
         found |= {(each.name, each.source, state): count for state, count in states.items()}
     return found
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import SettingError, WireError
 from ..messages import brief
 from ..run import Run, find_run
-from ..run.payloads import FetchedPacket, fetch_columns, fetch_replies, know_columns, split_reply
+from ..run.packets import FetchedPacket, fetch_columns, fetch_replies, know_columns, split_reply
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array

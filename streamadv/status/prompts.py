@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..prompts.figures import End, TriesSeen, by_prompt
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
 from ..store.replies import as_text
@@ -16,7 +17,7 @@ GIVEN_UP_SHOWN: Final = 1000
 TRAINED: Final = "trained"
 AGAIN: Final = "again"
 #: How a prompt ends, as counters are named.
-ENDED: Final = (TRAINED, "filtered", "given_up")
+ENDED: Final = (TRAINED, "filtered", "given_up", "skipped")
 #: Ends of groups in a shard, the last ones, that the time to the end is reckoned from; fewer than LEAST tell nothing.
 RECENT: Final = 200
 LEAST: Final = 10
@@ -26,7 +27,7 @@ NAMED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class SourceProgress:
-    """Prompts of one source over all epochs: each is in one of the last five."""
+    """Prompts of one source over all epochs: each is trained, filtered, given up, skipped, in play, or left."""
 
     name: str
     source: str
@@ -37,12 +38,14 @@ class SourceProgress:
     trained: int
     filtered: dict[str, int]  # by filter
     given_up: dict[str, int]  # by how the last try ended
+    skipped: int  # solved in the epochs before
     in_play: int  # begun, and not ended
     left: int  # not begun yet
     seconds_left: (
         float | None
     )  # until the whole set has ended, at the pace of the last groups; None = not known
     failing: dict[str, int]  # index of a prompt that was given up -> in how many epochs, of the 5 with most
+    weight: float  # by which its prompts are begun now, beside those of the other sources
 
     @property
     def total(self) -> int:
@@ -70,6 +73,37 @@ def read_progress(run: Run, now_ms: int) -> list[SourceProgress]:
         for prompts in sets
         for line in progress_of(read(run, prompts), pace, _read_given_up(run, prompts.name))
     ]
+
+
+def read_ends(run: Run) -> list[End]:
+    """How the last groups of prompts have ended, up to 8,192 of each shard: for `by_source` and `by_prompt`."""
+    ends = []
+    for keys in run.keys.shards:
+        found: Any = run.connection.scripts.xrevrange(keys.prompt_ends)
+        for _, fields in found:
+            ends.append(End(*(as_text(fields.get(name, b"")) for name in (b"group", b"outcome", b"figures"))))
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class TriedPrompt:
+    """A prompt with a group among the last ones."""
+
+    name: str  # of the set
+    source: str
+    index: int
+    seen: TriesSeen
+
+
+def tried(run: Run) -> list[TriedPrompt]:
+    """Prompts with a group among the last ones: what is dropped most comes first, then what has the lowest reward."""
+    ends = read_ends(run)
+    found = [
+        TriedPrompt(prompts.name, *place, seen)
+        for prompts in read_sets(run)
+        for place, seen in by_prompt(prompts, ends).items()
+    ]
+    return sorted(found, key=lambda each: (-each.seen.dropped, each.seen.reward_mean or 0.0))
 
 
 def _read_given_up(run: Run, name: str) -> list[str]:
@@ -116,10 +150,12 @@ def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ())
                 of[TRAINED],
                 _by_reason(of, "filtered"),
                 _by_reason(of, "given_up"),
+                of["skipped"],
                 in_play,
                 max(0, length * prompts.epochs - sum(of[kind] for kind in ENDED) - in_play),
                 seconds,
                 dict(failing[number - 1].most_common(NAMED)),
+                stored.shares[source],
             )
         )
     return lines

@@ -16,8 +16,8 @@ from ..grouping.short_groups import loss_of
 from ..messages import one_line
 from ..run import Run
 from ..run.budget import byte_budget
+from ..run.heartbeats import HeardRank, heard_ranks
 from ..run.ledger import QUEUED
-from ..run.ranks import HeardRank, heard_ranks
 from ..store.replies import as_count, as_int, as_texts
 from ..store.retry import RETRYABLE, NotNowError
 from .activity import Activity, read_activity, read_producers, read_staleness

@@ -1,10 +1,12 @@
 """One shard at one moment: its ledger, the lengths of its structures, and contradictions between them.
 
-One transaction reads all of them, so `streamadv status --check` holds while workers run.
+One transaction reads all of them, so `streamadv status --check` holds while workers run. What admission reserves for
+slots of open groups is `lua/lib/slot_bytes.lua` in Python: the scripts decide admission, a test compares both.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +18,8 @@ from ..run import Run
 from ..run.consumer import ADVANTAGE, GROUPER
 from ..run.ledger import COUNTERS, known_counters
 from ..store.keys import ShardKeys
-from ..store.replies import as_int, as_mapping, as_texts, or_nothing
+from ..store.replies import as_count, as_int, as_mapping, as_texts, or_nothing
 from ..trajectory.packet import MAX_PACKET_MEMBERS
-from . import sizes
 from .model import Ledger
 
 #: A group's owner as `apply_batch` writes it: batch id, trajectories of the group.
@@ -76,7 +77,7 @@ class ShardState:
     in_flight: int  # trajectories of groups that a batch owns
     groups_remembered: int
     garbage: int
-    reservation: sizes.Reservation
+    reservation: Reservation
     streams: dict[str, StreamState]
 
     @property
@@ -157,7 +158,7 @@ def _state(run: Run, streams: dict[str, StreamName], reply: Iterator[Any], now_m
         in_flight=sum(int(match[1]) for match in map(OWNER.fullmatch, owners.values()) if match),
         groups_remembered=next(reply) + next(reply),
         garbage=next(reply),
-        reservation=sizes.reservation(size_fields, run.manifest.max_trajectory_bytes),
+        reservation=reservation_of(size_fields, run.manifest.max_trajectory_bytes),
         streams={name: _stream_state(stream.group, reply, now_ms) for name, stream in streams.items()},
     )
 
@@ -229,3 +230,58 @@ def _numbers(shard: ShardState) -> Iterator[str]:
     for name in ("live_bytes", "dead_bytes", "kept_bytes"):
         if shard.count(name) > MOST_BYTES:
             yield f"ledger {name} is {shard.count(name)}, more than a server holds"
+
+
+KNOWN: Final = 8  # payloads after which their sizes count; until then a slot needs max_trajectory_bytes
+RARE: Final = 0.01  # the share of payloads that may be larger than what a slot needs
+MOST: Final = 240  # buckets above would be of payloads that no server holds
+
+
+class Reservation(NamedTuple):
+    """Bytes reserved for all unfilled slots, and bytes that one more slot needs."""
+
+    total_bytes: int
+    slot_bytes: int
+
+
+def reservation_of(fields: Mapping[str, str], max_trajectory_bytes: int) -> Reservation:
+    """From a shard's hash `sizes`. A value that is no number counts as 0."""
+    counts = {name: as_count(value) for name, value in fields.items()}
+    slot_bytes = _slot_bytes(counts, max_trajectory_bytes)
+    unfilled = _numbered(counts, "u").items()
+    return Reservation(sum(max(size, slot_bytes) * count for size, count in unfilled), slot_bytes)
+
+
+def _slot_bytes(counts: Mapping[str, int], max_trajectory_bytes: int) -> int:
+    payloads, larger = _numbered(counts, "h"), 0
+    if sum(payloads.values()) < KNOWN:
+        return max_trajectory_bytes
+    for bucket, count in sorted(payloads.items(), reverse=True):
+        larger += count
+        if larger > RARE * sum(payloads.values()):
+            size, computed_for, results = _bound(bucket), counts.get("in", 0), counts.get("out", 0)
+            if computed_for > 0 and results > 0:
+                size = _bound(_bucket(size * (1 + results / computed_for)))
+            return min(max_trajectory_bytes, size)
+    return max_trajectory_bytes
+
+
+def _bound(bucket: int) -> int:
+    """The largest size in a bucket: four buckets to each power of two."""
+    return math.ceil(2 ** (min(bucket, MOST) / 4))
+
+
+def _bucket(size: float) -> int:
+    bucket = max(0, math.ceil(4 * math.log(max(1, size)) / math.log(2)))
+    while _bound(bucket) < size and bucket < MOST:
+        bucket += 1
+    return bucket
+
+
+def _numbered(counts: Mapping[str, int], kind: str) -> dict[int, int]:
+    """Counts by the number behind the letter `kind` in their names, of at most 15 digits."""
+    return {
+        int(name[1:]): count
+        for name, count in counts.items()
+        if name[:1] == kind and len(name) <= 16 and name[1:].isascii() and name[1:].isdigit()
+    }

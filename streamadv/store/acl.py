@@ -21,9 +21,10 @@ CONNECTION: Final = "ping select info time role multi exec discard"
 CLUSTER: Final = "asking cluster|slots command"
 
 _PIPELINE: Final = (
-    "del exists hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lpushx lrange lrem persist pexpire "
-    "rename rpush unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups "
-    "xinfo|stream xlen xpending xrange xread xreadgroup zadd zcard zrange zrangebyscore zrem zscore"
+    "del exists getrange hdel hexists hget hgetall hincrby hkeys hlen hmget hset hsetnx llen lpushx lrange lrem "
+    "persist pexpire rename rpush setrange unlink xack xadd xclaim xdel xgroup|create xgroup|delconsumer "
+    "xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xread xreadgroup zadd zcard "
+    "zrange zrangebyscore zrem zscore"
 )
 
 
@@ -58,10 +59,11 @@ PRODUCER: Final = Role(
         "session": "hget",
         "prompts": "hget hsetnx",
         "prompt_ends": "xrange",
-        "prompt_state": "hget hincrby hset hsetnx",
-        "prompt_entries": "hdel hget hgetall hlen hset",
+        "prompt_state": "hget hincrby hmget hset hsetnx",
+        "prompt_entries": "hdel hget hgetall hlen hmget hset",
         "prompt_again": "zadd zrange zrem",
         "prompt_given_up": "zadd zcard zrange zrem",
+        "prompt_solved": "getrange setrange",
     },
 )
 

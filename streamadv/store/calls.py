@@ -9,8 +9,8 @@ from redis.exceptions import NoScriptError
 
 from .clients import Client
 from .connection import AsyncConnection, Connection
+from .exchange import UNREGISTERED_MS, Payloads, as_buffer
 from .keys import ShardKeys
-from .resp import UNREGISTERED_MS, Payloads, as_buffer
 from .retry import RETRYABLE, not_now
 from .scripts import ScriptCall, script_call
 

@@ -24,8 +24,17 @@ from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from .. import doors
-from .exchange import Pool, exchange, replies
-from .resp import Packer, Payloads, Piece, pack_transaction, texts, transaction_result
+from .exchange import (
+    Packer,
+    Payloads,
+    Piece,
+    Pool,
+    exchange,
+    pack_transaction,
+    replies,
+    texts,
+    transaction_result,
+)
 from .retry import classified, not_now
 from .urls import Target
 

@@ -1,18 +1,23 @@
 """A call and its replies over one of redis-py's connections, without redis-py's bookkeeping per command.
 
-That bookkeeping costs as much as packing and sending a small call.
+That bookkeeping costs as much as packing and sending a small call. Calls are packed in Redis' protocol (RESP2), with
+large values sent from where they lie: redis-py with hiredis copies every value twice before it sends it. For
+trajectories of 32,768 tokens these copies are most of a producer's cost. Redis reads large values without a copy.
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Generator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, Final, cast
 
+import hiredis
 import redis
 import redis.exceptions
+from redis.exceptions import DataError, InvalidResponse
 
-from .resp import Piece, gathered
 from .retry import classified, closed_under_way
 
 
@@ -102,3 +107,145 @@ def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[A
         connection.disconnect()
         with closed_under_way():
             raise
+
+
+#: Keys of hashes and their fields: bytes, an array, or a tuple of arrays that lie end to end.
+Payloads = Sequence[tuple[str, dict[Any, Any]]]
+
+#: Values of this many bytes are chunks of their own. Below it, one more system call costs more than a copy.
+LARGE: Final = 60_000
+#: Smaller values are gathered up to so many bytes: for a larger piece the C library asks the kernel for memory.
+GATHERED: Final = 2 * LARGE
+#: Milliseconds that a payload lives whose script the server does not know: see `pack_transaction`.
+UNREGISTERED_MS: Final = 60_000
+#: A reader returns this while the rest of a reply has not come yet.
+INCOMPLETE: Final = object()
+
+#: Bytes that a reader keeps for the next replies: memory that is given back comes page by page again.
+KEPT: Final = 1 << 20
+
+Piece = bytes | memoryview
+
+_PEXPIRE: Final = b"\r\n*3\r\n$7\r\nPEXPIRE\r\n$%%d\r\n%%b\r\n$%d\r\n%d" % (
+    len(str(UNREGISTERED_MS)),
+    UNREGISTERED_MS,
+)
+
+
+class Packer:
+    """A command packer of redis-py: `pack` makes the chunks of one command."""
+
+    def pack(self, *args: Any) -> Sequence[bytes | memoryview]:
+        """The chunks, to be sent in order. Raises redis' DataError unless all are str, bytes, buffers or numbers."""
+        name = args[0] if isinstance(args[0], bytes) else args[0].encode()
+        args = (*name.split(), *texts(args[1:]))  # 'XINFO GROUPS' is two words to Redis
+        if name != b"HSET":
+            with suppress(TypeError):  # it takes no buffers
+                return [hiredis.pack_command(args)]
+        chunks: list[bytes | memoryview] = []
+        pieces: list[bytes | memoryview] = [b"*%d\r\n" % len(args)]
+        for arg in args:
+            value = arg if isinstance(arg, bytes) else _encoded(arg)
+            pieces.append(b"$%d\r\n" % len(value))
+            if len(value) >= LARGE:
+                chunks += [b"".join(pieces), value]
+                pieces = [b"\r\n"]
+            else:
+                pieces += [value, b"\r\n"]
+        return [*chunks, b"".join(pieces)]
+
+
+def texts(args: Iterable[Any]) -> list[Any]:
+    """Arguments of a command without numbers. Raises redis' DataError for what cannot be sent.
+
+    The C library prints numbers by a call that runs signal handlers, and ends the process if one of them raises.
+    """
+    return [
+        arg if (kind := type(arg)) is str or kind is bytes else str(arg) if kind is int else _encoded(arg)
+        for arg in args
+    ]
+
+
+def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> tuple[list[Piece], int]:
+    """A MULTI that writes hashes (for their values see `Payloads`), then makes `call`, as pieces to be sent in order.
+
+    Also how many replies it has: to MULTI, two writes of each hash, the call and EXEC.
+    The hashes live for UNREGISTERED_MS, unless the call makes them last: a server that does not know the script of the
+    call, because it has just taken over, executes the rest nevertheless.
+    """
+    pieces: list[Piece] = [b"*1\r\n$5\r\nMULTI"]
+    for key_text, fields in payloads:
+        key, size = key_text.encode(), 0
+        payload: list[Piece] = [b"\r\n*%d\r\n$4\r\nHSET\r\n$%d\r\n%b" % (2 + 2 * len(fields), len(key), key)]
+        for field, value in fields.items():
+            parts = [as_buffer(part) for part in value] if isinstance(value, tuple) else [as_buffer(value)]
+            length = sum(map(len, parts))
+            payload += [b"%b%d\r\n" % (_named(field), length), *parts]
+            size += length
+        payload.append(_PEXPIRE % (len(key), key))
+        pieces += payload if size >= LARGE else [b"".join(payload)]
+    return [*pieces, b"\r\n", *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"], 3 + 2 * len(payloads)
+
+
+@lru_cache(256)
+def _named(field: str | bytes) -> bytes:
+    """What comes before the length of a field's value."""
+    name = field if isinstance(field, bytes) else field.encode()
+    return b"\r\n$%d\r\n%b\r\n$" % (len(name), name)
+
+
+def gathered(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same bytes in few chunks, large pieces as they are. Lazily: a chunk reuses the memory of the one before."""
+    small: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        is_large = len(piece) >= LARGE
+        if small and (is_large or size + len(piece) > GATHERED):
+            yield b"".join(small)
+            small, size = [], 0
+        if is_large:
+            yield piece
+        else:
+            small.append(piece)
+            size += len(piece)
+    if small:
+        yield b"".join(small)
+
+
+def transaction_result(replies: Sequence[Any]) -> Any:
+    """The reply to the call of a transaction, or the first error: given the replies to MULTI, its commands and EXEC."""
+    *queued, executed = replies
+    if isinstance(executed, Exception):
+        return next((reply for reply in queued if isinstance(reply, Exception)), executed)
+    return next((reply for reply in executed if isinstance(reply, Exception)), executed[-1])
+
+
+def make_reader(as_error: Callable[[str], Exception]) -> hiredis.Reader:
+    """A reader of replies: `feed` it bytes; `gets` is a reply, a refusal as `as_error` makes it, or INCOMPLETE."""
+    reader = hiredis.Reader(
+        protocolError=InvalidResponse,
+        replyError=as_error,
+        errors="backslashreplace",
+        notEnoughData=INCOMPLETE,
+    )
+    reader.setmaxbuf(KEPT)
+    return reader
+
+
+def as_buffer(value: Any) -> bytes | memoryview:
+    """The bytes of a value of a payload; those of bytes and of an array in memory order uncopied."""
+    if isinstance(value, tuple):
+        return b"".join(map(as_buffer, value))
+    if isinstance(value, bytes):
+        return value
+    return memoryview(value).cast("B") if value.nbytes else b""
+
+
+def _encoded(arg: Any) -> bytes | memoryview:
+    if isinstance(arg, str):
+        return arg.encode()
+    if isinstance(arg, memoryview | bytearray):
+        return memoryview(arg).cast("B")
+    if isinstance(arg, int | float) and not isinstance(arg, bool):
+        return str(arg).encode()
+    raise DataError(f"cannot send a {type(arg).__name__} to Redis: give text, bytes or a number")

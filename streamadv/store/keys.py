@@ -147,12 +147,15 @@ class ShardKeys:
     def prompt_given_up(self, name: str) -> str:
         return f"{{{self.tag}}}:prompt_given_up:{name}"
 
+    def prompt_solved(self, name: str) -> str:
+        return f"{{{self.tag}}}:prompt_solved:{name}"
+
 
 _shard_keys: Final = lru_cache(1024)(ShardKeys)
 
 #: Kinds of keys of a shard that exist once, and those of which there are many.
 SINGLE_KINDS: Final = tuple(name for name, value in vars(ShardKeys).items() if isinstance(value, _Single))
-PROMPT_KINDS: Final = ("prompt_state", "prompt_entries", "prompt_again", "prompt_given_up")
+PROMPT_KINDS: Final = ("prompt_state", "prompt_entries", "prompt_again", "prompt_given_up", "prompt_solved")
 MANY_KINDS: Final = ("group", "payload", "scoring", "output", "dead_group", *PROMPT_KINDS)
 
 

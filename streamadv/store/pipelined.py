@@ -14,7 +14,7 @@ from typing import Any, Final
 import redis.asyncio
 from redis.exceptions import ConnectionError, InvalidResponse, ReadOnlyError, ResponseError, TimeoutError
 
-from .resp import (
+from .exchange import (
     INCOMPLETE,
     Packer,
     Payloads,

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 
 class Kind(NamedTuple):
-    """One entry of the list, as docs/operate/troubleshooting.md shows it."""
+    """One entry of the list, as docs/reference/reasons.md shows it."""
 
     meaning: str
     remedy: str

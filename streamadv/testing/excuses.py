@@ -1,4 +1,4 @@
-"""What docs/understand/guarantees.md allows: which trajectories may be gone, and which have to be trained on."""
+"""What docs/reference/guarantees.md allows: which trajectories may be gone, and which have to be trained on."""
 
 from __future__ import annotations
 
@@ -95,20 +95,34 @@ def was_open_again(pipeline: Pipeline, group: Group) -> bool:
 def may_be_dropped(pipeline: Pipeline, group: Group) -> bool:
     """Whether the group may have ended otherwise: a part of it was lost, or came after its deadline."""
     due = group.begun + group.deadline_s
-    # Until a clock that was set back has passed its old time, deadlines do not wait for a grouper that is behind.
-    was_set_back = any(
-        by < 0.0 and at - SLACK_S <= due <= at - by + SLACK_S for at, by in pipeline.world.jumps
-    )
-    if was_set_back or may_be_over(pipeline, group):
-        return True
-    if pipeline.scene.scored:  # its rewards may have come after its deadline
-        return pipeline.world.time > group.begun + group.deadline_s
     parts = [
         *(pipeline.acknowledged[place] for place in group.places),
         *([group.scores] if group.scores else []),
     ]
     last = max(min(each.when for each in part) for part in parts)
+    # Until a clock that was set back has passed its old time, deadlines do not wait for a grouper that is behind.
+    was_set_back = any(
+        by < 0.0
+        and due <= at - by + SLACK_S
+        and (at - SLACK_S <= due or not _was_grouped(pipeline, last, at))
+        for at, by in pipeline.world.jumps
+    )
+    if was_set_back or may_be_over(pipeline, group):
+        return True
+    if pipeline.scene.scored:  # its rewards may have come after its deadline
+        return pipeline.world.time > group.begun + group.deadline_s
     return last > group.begun + group.deadline_s - 1.0
+
+
+def _was_grouped(pipeline: Pipeline, since: float, until: float) -> bool:
+    """Whether a grouper was there in this time that nothing kept from its work."""
+    return any(
+        process.name.startswith("grouper")
+        and process.began <= since
+        and until <= process.ended
+        and is_quiet(pipeline.world, process, since, until)
+        for process in pipeline.world.processes
+    )
 
 
 def must_train(pipeline: Pipeline) -> list[Place]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import BatchLostError, CheckpointError, EpochFencedError, StarvedError
+from ..errors import BatchLostError, CheckpointError, EpochFencedError, SettingError, StarvedError
 from ..trainer.microbatch import Batch
 from ..trainer.queue import TrainerQueue
 from .excuses import must_train
@@ -131,7 +131,12 @@ class Job:
         has_cause = (
             self.pipeline.world.lost or self.pipeline.scene.successor_s or isinstance(error, timed_out)
         )
-        if not (isinstance(error, expected) and has_cause):
+        # An older job, whose successor the server has forgotten, may not save beside what that one has saved.
+        is_older = (
+            self.number < self.pipeline.jobs and self.pipeline.scene.folder and self.pipeline.world.lost
+        )
+        may_not_save = is_older and isinstance(error, SettingError)
+        if not (may_not_save or (isinstance(error, expected) and has_cause)):
             self.pipeline.violate(f"{process.name} raised {type(error).__name__}: {error}")
         process.kill()
         self.end()
@@ -255,8 +260,8 @@ class Job:
     def _check_end(self) -> None:
         """While a producer is alive that has been heard of, the run may not end without what it has pushed."""
         pipeline, world = self.pipeline, self.pipeline.world
-        if any(at <= self.processes[0].began and world.time < at + KNOWN_S for at, _ in world.lost):
-            return  # a trainer that starts after the loss may not know of it
+        if any(world.time < at + KNOWN_S for at in pipeline.forgotten):
+            return  # nothing tells a trainer whose first session comes after the loss
         # With each_batch a batch counts as trained when the next one is asked for, whatever was saved.
         weights = {*self.weights, *(pipeline.trained if pipeline.scene.each_batch else ())}
         for life in pipeline.lives:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ..prompts.spec import identity
 from ..prompts.stored import read, read_sets
 from ..run import Run, find_run
+from ..run.heartbeats import HEARTBEAT_S
 from ..status import problems_of, read_shards
 from ..status.audit import audit
 from ..status.model import Ledger
@@ -97,6 +98,11 @@ def _ended_unknown(pipeline: Pipeline) -> list[str]:
     """Groups with a tombstone that no producer has begun to play, where each has left and was heard."""
     if pipeline.world.lost or any(life.process.dead or life.is_unheard for life in pipeline.lives):
         return []
+    # The deadline of one begun ahead was over before its turn, or before its producer withdrew it, with a heartbeat.
+    kept_away = [pair for life in pipeline.lives for pair in life.process.disturbances]
+    longest = max((last - first for first, last in (*kept_away, *pipeline.world.outages)), default=0.0)
+    if pipeline.played_late or max(longest, HEARTBEAT_S) > pipeline.scene.deadline_s:
+        return []
     tombstones = pipeline.world.server.store.data.get(b"{r:0:0}:ended", {})
     return [name.decode() for name in tombstones if name.decode() not in pipeline.groups]
 
@@ -166,7 +172,7 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     ends = Counter[str]()
     for counter, number in stored.counters.items():
         ends[counter.partition(":")[0].partition(" ")[0]] += number
-    given_up = ends["given_up"] + ends["filtered"]
+    given_up = ends["given_up"] + ends["filtered"] + ends["skipped"]
     # After a loss a group that is in the weights may be pushed again in part, and expire.
     missing = len(pipeline.prompts) - len(trained) - given_up
     if missing > 0 or (missing and not pipeline.world.lost):

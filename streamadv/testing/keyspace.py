@@ -180,6 +180,17 @@ class Keyspace:
         self.data[key] = value
         return OK
 
+    @command()
+    def getrange(self, key: bytes, first: bytes, last: bytes) -> Any:
+        return (self._get(key, bytes) or b"")[int(first) : int(last) + 1]
+
+    @command(needs_memory=True)
+    def setrange(self, key: bytes, offset: bytes, value: bytes) -> Any:
+        before = self._get(key, bytes) or b""
+        head = before[: int(offset)].ljust(int(offset), b"\0")
+        self.data[key] = head + value + before[len(head) + len(value) :]
+        return len(self.data[key])
+
     # Hashes
 
     @command(needs_memory=True)

@@ -54,10 +54,9 @@ class Lookout:
         are_unheard = any(life.process.dead or life.is_unheard for life in pipeline.lives)
         if len(pipeline.done) < len(pipeline.scene.producers) or world.lost or are_unheard:
             return
-        grouper_well = max(
-            max(p.began, p.disturbed_until) for p in world.processes if p.name.startswith("grouper")
-        )
-        self._quiet_since = max(self._quiet_since or world.time, world.disturbed_until, grouper_well)
+        groupers = [p for p in world.processes if p.name.startswith("grouper") and not p.dead]
+        well_since = max((max(p.began, p.disturbed_until) for p in groupers), default=world.time)
+        self._quiet_since = max(self._quiet_since or world.time, world.disturbed_until, well_since)
         data = world.server.store.data
         slots = [
             data.get(b"{r:0:0}:group:" + name, {}).get(b"slots")

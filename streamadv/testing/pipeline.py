@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from ..grouping.scorer import Scorer
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
-from ..prompts import Prompts, steps
+from ..prompts import Prompts, TriesSeen, steps
 from ..run import consumer
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
@@ -38,7 +38,7 @@ from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
 from .players import Asyncio, Blocking
 from .roles import advantage_worker, grouper, opened
-from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Violation, draw_scene
+from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Scene, Violation, draw_scene
 from .strands import Process
 from .world import URL, World
 
@@ -75,6 +75,22 @@ KEEP: Final = "1.0 1.0 1.0 1.0"
 ARCHIVE_BYTES: Final = 12_000
 
 
+def prompts_of(scene: Scene) -> Prompts:
+    """The prompts of a scene, in two sources whose shares are selected after each batch. In some every group solves."""
+
+    def select(seen: Mapping[str, TriesSeen]) -> Mapping[str, float]:
+        return {"a": 1 + seen["b"].tries % 2, "b": seen["a"].tries % 2}
+
+    of, skip_solved = range(max(3, scene.prompts)), int(scene.save_every == 2)
+    options: dict[str, Any] = {
+        "skip_solved": skip_solved,
+        "best_reward": 0.0,
+        "select": select,
+        "select_every": 1,
+    }
+    return Prompts({"a": of[:-2], "b": of[-2:]}, epochs=EPOCHS, **options)
+
+
 class Pipeline:
     """One schedule. world: entered."""
 
@@ -92,7 +108,7 @@ class Pipeline:
             archive=self.scene.archive,
             keep_bytes=ARCHIVE_BYTES if self.scene.archive else 1 << 28,
         )
-        self.prompts = Prompts(range(max(1, self.scene.prompts)), epochs=EPOCHS)
+        self.prompts = prompts_of(self.scene)
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
         self.lives: list[Life] = []
@@ -103,6 +119,10 @@ class Pipeline:
         self.violations: list[str] = []
         self.folder = Path()  # of checkpoints and the archive, while it plays
         self.archived: list[Record] = []
+        self.forgotten: list[float] = []
+        """When the server lost writes, and the run has not noted its servers."""
+        self.played_late = False
+        """Whether a group begun ahead had to wait for longer than its deadline."""
         self.ended = False
         self.closing_at = math.inf
         """When the trainer saved its last checkpoint, after which it names nothing more."""
@@ -138,6 +158,7 @@ class Pipeline:
                 world.at(PURGE_S, lambda: self._supervise("operator", self._purge))
             world.at(CALM_S, self._calm)
             world.at(LOOK_S, Lookout(self).look)
+            world.at_loss.append(self._note_forgotten)
             for wait in (40.0, 80.0, 120.0):
                 world.at(CALM_S + wait, self._finish_for_the_lost)
             limit = CALM_S + max(self.scene.deadline_s, SLOW_S) + END_S
@@ -192,6 +213,10 @@ class Pipeline:
     def _calm(self) -> None:
         self.world.is_calm = True
         self.world.server.refusal = None
+
+    def _note_forgotten(self) -> None:
+        if b"servers" not in self.world.server.store.data.get(b"{r:0:0}:session", {}):
+            self.forgotten.append(self.world.time)
 
     def _state(self) -> str:
         done, all_ = sorted(self.done), len(self.scene.producers)
@@ -390,10 +415,16 @@ class Pipeline:
             CALM_S if self.world.time > CALM_S else 0.0,
         )
         seconds = self.world.time - since
-        if nobody_knew(self):  # the groups of a producer that nobody knows of count until their deadline
+        # Groups of a producer that nobody knows of, and those that nobody plays, count until their deadline.
+        if nobody_knew(self) or any(each.leaves_open for each in self.lives):
             seconds -= self.scene.deadline_s
         if seconds > ADMISSION_S and not life.process.dead:
             self.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")
+
+    def played(self, kind: str, since: float) -> None:
+        """An operation is over; one with groups begun ahead may have begun each of them at any time since."""
+        is_ahead = kind in ("groups", "cancel")
+        self.played_late |= is_ahead and self.world.time > since + self.scene.deadline_s
 
     # Trainers
 

@@ -88,6 +88,7 @@ class Blocking(_Play):
         ):  # done by an earlier life, or the run has ended meanwhile
             getattr(self, f"do_{kind}")()
         self.pipeline.waited(self.life, self.asked)
+        self.pipeline.played(kind, self.asked)
 
     def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
         """One rollout is played and pushed."""
@@ -216,6 +217,7 @@ class Asyncio(_Play):
         with suppress(GroupEndedError, RunEndedError):
             await getattr(self, f"do_{kind}")()
         self.pipeline.waited(self.life, self.asked)
+        self.pipeline.played(kind, self.asked)
 
     async def do_push(self) -> None:
         group = self.pipeline.plan_group(self.prefix)
@@ -330,6 +332,7 @@ class Asyncio(_Play):
         )
         await asyncio.wait({task}, timeout=draw or 3e-4)
         task.cancel()
+        self.life.leaves_open = True
         with suppress(asyncio.CancelledError, StreamadvError):
             await task
 

@@ -39,6 +39,8 @@ class Life:
     """When it had."""
     is_unheard: bool = False
     """Whether it has left without the server having heard of it."""
+    leaves_open: bool = False
+    """Whether somebody who was given groups of it left them as they were."""
     finishes: bool = False
     """Whether it has begun to say that no more comes."""
     finished: float | None = None

@@ -81,6 +81,8 @@ class World(wire.Network):
         """Set to a list, it gets a line for each step."""
         self.lost: list[tuple[float, float]] = []
         """When the server lost writes: at which time, and from which time on."""
+        self.at_loss: list[Callable[[], object]] = []
+        """Called when it has lost some."""
         self.was_full = False
         """Whether the server was above maxmemory."""
         self.jumps: list[tuple[float, float]] = []
@@ -271,6 +273,8 @@ class World(wire.Network):
         lost = self.server.die(lost_s)
         if lost:
             self.lost.append((self.time, min(lost)))
+            for call in self.at_loss:
+                call()
         self._disturb()
         self.outages.append((self.time, self.time + down_s))
         self.disturbed_until = max(self.disturbed_until, self.time + down_s)

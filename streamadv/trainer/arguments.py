@@ -64,6 +64,19 @@ def check_wait(timeout: object, max_groups: object) -> None:
         raise SettingError(f"max_groups is {brief(max_groups)}, needs a whole number, 1 or more, or None")
 
 
+def check_quotas(quotas: object) -> dict[str, float]:
+    """The weights, {} for None. Raises SettingError for what is no mapping of sources to numbers above 0."""
+    if quotas is None:
+        return {}
+    if not isinstance(quotas, Mapping) or not quotas:
+        raise SettingError(f"quotas is {brief(quotas)}, needs a mapping of data sources to weights, or None")
+    for source, weight in quotas.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not isinstance(source, str) or not (is_number and 0 < weight < math.inf):
+            raise SettingError(f"quotas[{brief(source)}] is {brief(weight)}, needs a number above 0")
+    return {source: float(weight) for source, weight in quotas.items()}
+
+
 def check_folder(folder: object) -> None:
     """Raise SettingError for what is no path."""
     if not isinstance(folder, str | os.PathLike):

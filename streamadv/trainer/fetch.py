@@ -28,7 +28,7 @@ from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.payloads import fetch_replies, know_columns, split_reply
+from ..run.packets import fetch_replies, know_columns, split_reply
 from ..store.retry import SERVER_ERRORS
 from ..trajectory.columns import (
     HEADER,

@@ -12,7 +12,7 @@ from .. import clock, doors
 from ..batch.progress import Progress
 from ..batch.session import Session
 from ..errors import EpochFencedError
-from ..run.ranks import BEAT_S, Doing, RankReport
+from ..run.heartbeats import BEAT_S, Doing, RankReport
 from ..store.retry import SERVER_ERRORS
 from .plan import Rank
 

@@ -207,7 +207,7 @@ class Loop:
                 return collector.collect()
             except (BatchLostError, UndecodableGroupError) as error:
                 # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
-                # in docs/understand/guarantees.md: nothing may be dead-lettered for it.
+                # in docs/reference/guarantees.md: nothing may be dead-lettered for it.
                 if not collector.session.has_same_servers():
                     return None
                 if isinstance(error, BatchLostError):

@@ -217,7 +217,7 @@ class Batch:
     By rank 0's the KL coefficient adapts.
     """
     metrics: dict[str, float]
-    """Figures to log, by verl's names where it has one: finite floats, flat. docs/train/logging.md lists them.
+    """Figures to log, by verl's names where it has one: finite floats. docs/reference/batch-metrics.md lists them.
 
     The same on every rank, but for `timing_s/`, `trainer/` and metrics of steps after a late column, which are the
     rank's own, and `ledger/`, `groups/`, `trajectories/` and `dropped/`, which rank 0 alone has.

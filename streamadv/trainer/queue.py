@@ -21,8 +21,7 @@ from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
-from ..batch.record import BatchRecord, read_records
-from ..batch.settings import NamingSettings
+from ..batch.record import BatchRecord, NamingSettings, read_records
 from ..errors import (
     SettingError,
 )
@@ -31,7 +30,15 @@ from ..run.manifest import RunSettings, given_settings
 from ..settings import run_name
 from ..status.watchdog import Limits
 from ..store.connection import Connection
-from .arguments import check_arguments, check_folder, check_state, check_wait, check_weights, is_whole
+from .arguments import (
+    check_arguments,
+    check_folder,
+    check_quotas,
+    check_state,
+    check_wait,
+    check_weights,
+    is_whole,
+)
 from .checkpoints import find_start, read_start, saving
 from .collect import STAGE
 from .late_columns import LateColumn, check_late, pushed_columns
@@ -82,6 +89,9 @@ class TrainerQueue(IterableDataset[Batch]):
     max_filtered_batches: raise StarvedError after so many batches' worth of groups were filtered, stale, rolled back
         or dead since the last batch; None never does.
     settings: of the run, see `RunSettings`.
+    quotas: data source -> weight, above 0: of the complete groups of up to four batches each batch takes from each
+        source that is there its share, rounded down, and the oldest others; a source without a weight has the
+        smallest. So every batch has the oldest group, and no source waits for ever. None takes the oldest groups.
 
     Which calls each rank makes: every rank iterates, or calls `next_batch`, and calls `checkpoint`, `resume` and
     `load_state_dict`, these with the same folder or state. `trained`, `state_dict` and `commit` count on rank 0 alone;
@@ -120,6 +130,7 @@ class TrainerQueue(IterableDataset[Batch]):
         min_kept_ratio: float = 0.05,
         max_filtered_batches: int | None = 10,
         settings: RunSettings | None = None,
+        quotas: Mapping[str, float] | None = None,
     ) -> None:
         check_arguments(
             mark,
@@ -137,6 +148,7 @@ class TrainerQueue(IterableDataset[Batch]):
             max_filtered_batches=(max_filtered_batches, 1),
             epoch=(epoch, 0),
         )
+        quotas = check_quotas(quotas)
         late = check_late(late)
         settings = given_settings(settings)
         built = build_chain(chain)
@@ -152,6 +164,7 @@ class TrainerQueue(IterableDataset[Batch]):
             late=tuple(sorted(late)),
             tokens_per_micro_batch=tokens_per_micro_batch,
             keep_groups=keep_groups,
+            quotas=quotas,
         )
         run = run_name(run)
         _warn_of_early_drops(run, max_staleness, naming.drop_after)

@@ -9,13 +9,11 @@ from typing import Any, Final, Literal
 
 from .. import doors
 from ..batch.follower import Follower, JobKey, join
-from ..batch.hold import NotHeldError
-from ..batch.job import check_job, count_queue, find_job, random_job
+from ..batch.hold import NotHeldError, check_job, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
-from ..batch.record import BatchRecord
+from ..batch.record import BatchRecord, NamingSettings
 from ..batch.recovery import take_over, undo_other_chains
-from ..batch.settings import NamingSettings
 from ..errors import SettingError
 from ..messages import log_fields
 from ..metrics.instruments import KL_ESTIMATES
@@ -89,7 +87,7 @@ class Sessions:
         """The session on the servers as they are now.
 
         After a restart or failover that is a new one, which repeats what the servers may have lost: see "Going back in
-        time" in docs/understand/guarantees.md.
+        time" in docs/reference/guarantees.md.
         """
         if self._run is not None:
             self._run.refresh_if_changed(REFRESH_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .. import clock
-from ..batch.job import find_job
+from ..batch.hold import find_job
 from ..errors import CheckpointError, SettingError
 from ..extras import torch
 from ..messages import one_line

@@ -5,8 +5,7 @@
 - `checked` is a trajectory with checked fields, from the model or from a producer. `packet_encoding` makes packets of
   such trajectories.
 - Readers see a packet in two parts: the numbers of its members, which pass through streams (`members`,
-  `member_table`), and its columns (`packet`). `listing` prints the numbers; `versions` maps counters of other
-  programs.
+  `member_table`), and its columns (`packet`). `versions` maps counters of other programs.
 - `reference` and `payload` show users a single trajectory.
 - `interchange` reads and writes JSON lines; `adapters` reads recordings of other tools.
 """

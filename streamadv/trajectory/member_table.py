@@ -22,7 +22,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ from .members import (
     offsets,
 )
 from .packet import MAX_PACKET_MEMBERS
+from .reference import references_of
 from .schema import MAX_GROUP_SIZE, MAX_REWARDS, MAX_ROWS, MAX_STEPS, Row
 
 MAX_ROW_TOKENS: Final = 1 << 27
@@ -321,3 +322,26 @@ def _steps_problem(members: Members) -> str | None:
     if not np.isfinite(steps["reward"]).all():
         return "the reward of a step is not finite"
     return None
+
+
+def list_table(table: bytes | memoryview, size: int) -> list[dict[str, Any]]:
+    """Each member of the payload of `size` bytes as a JSON object; one with the `problem` if they cannot be read."""
+    try:
+        members, _ = read_table(table, size)
+    except WireError as error:
+        return [{"problem": str(error)}]
+    return [
+        {
+            "index": member.rollout_index,
+            "status": str(member.status),
+            "role": str(member.role),
+            "rows": len(member.row_lengths),
+            "tokens": member.num_tokens,
+            "trainable": sum(member.row_trainable),
+            "reward": member.reward,
+            **({"rewards": member.rewards} if member.rewards else {}),
+            "versions": None if member.versions is None else list(member.versions),
+            "steps": len(member.steps),
+        }
+        for member in references_of(members, repeat(("", None), len(members)))
+    ]

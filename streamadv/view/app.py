@@ -13,13 +13,16 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
+from ..algorithms import preset_names
 from ..errors import SettingError, StreamadvError
 from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
+from ..status.prompts import read_progress, tried
 from ..status.turns import advantage_range
 from ..status.why import why
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
+from .again import compute_again
 from .board import Board
 from .book import PAGE, Book, Choice, batches_of, facets, histogram
 from .pages import FOLDER, environment
@@ -38,6 +41,8 @@ from .texts import Ids, open_tokenizer
 #: Seconds between two readings of the board, and until a server that says nothing is away.
 READ_S: Final = 1.0
 REPLY_S: Final = 10.0
+#: Prompts in the table, those dropped most first.
+MOST_PROMPTS: Final = 500
 #: Seconds that a wrong password costs.
 WRONG_S: Final = 0.5
 HEADERS: Final = {
@@ -119,7 +124,8 @@ class Screens:
 
     def __init__(self, url: str, run: str, tokenizer: str | None) -> None:
         self._name = run
-        self._now, self._rows = Reader(url, run, tokenizer), Reader(url, run, tokenizer)
+        #: Of the board, of what people open, and of batches that are computed again, which takes longest.
+        self._now, self._rows, self._again = (Reader(url, run, tokenizer) for _ in range(3))
         self._pages, self._panels = environment(), load_points(VIEWS)
         self._reading: asyncio.Task[str] | None = None
         self._read_at = float("-inf")
@@ -128,6 +134,7 @@ class Screens:
     def close(self) -> None:
         self._now.close()
         self._rows.close()
+        self._again.close()
 
     def _page(self, template: str, status: int = 200, **values: Any) -> web.Response:
         text = self._pages.get_template(template).render(run=self._name, **values)
@@ -244,7 +251,7 @@ class Screens:
         return response
 
     async def batch(self, request: web.Request) -> web.Response:
-        asked = _whole(request, "k", -1)
+        asked, chain = _whole(request, "k", -1), request.query.get("chain")
 
         def question(desk: Desk) -> dict[str, Any]:
             lines = desk.book.lines()
@@ -255,7 +262,21 @@ class Screens:
             low, high = min(rewards, default=0.0), max(rewards, default=0.0)
             return {"known": known, "batch": shown, "low": low, "high": high}
 
-        return self._page("batch.html", title="Batch", **await self._rows.ask(question))
+        found = await self._rows.ask(question)
+        again, k = None, found["batch"]["k"] if found["batch"] else -1
+        if chain is not None and k >= 0:
+            again = await self._again.ask(lambda desk: compute_again(desk.run, k, chain.strip()))
+        return self._page(
+            "batch.html", title="Batch", again=again, presets=preset_names(), page=PAGE, **found
+        )
+
+    async def prompts(self, request: web.Request) -> web.Response:
+        sources, seen = await self._rows.ask(
+            lambda desk: (read_progress(desk.run, desk.run.now_ms()), tried(desk.run))
+        )
+        return self._page(
+            "prompts.html", title="Prompts", sources=sources, seen=seen[:MOST_PROMPTS], count=len(seen)
+        )
 
     def _gone(self, group_id: str, index: int | None = None) -> web.Response:
         return self._page("gone.html", status=404, title="Gone", group_id=group_id, index=index)
@@ -306,6 +327,7 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
     app.router.add_get("/tokens.json", screens.columns)
     app.router.add_get("/panel", screens.panel)
     app.router.add_get("/batch", screens.batch)
+    app.router.add_get("/prompts", screens.prompts)
     app.router.add_static("/static", FOLDER / "static")
 
     async def on_shutdown(_: web.Application) -> None:

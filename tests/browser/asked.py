@@ -21,6 +21,7 @@ SCREENS: Final = (
     "/batch",
     "/batch?k=0",
     "/batch?k=4",
+    "/batch?k=2&chain=rloo",
     "/static/view.js",
 )
 

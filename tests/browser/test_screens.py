@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import pytest_asyncio
@@ -19,6 +20,7 @@ from streamadv.view import app
 from streamadv.view.serve import serving
 from tests.support import producing
 
+from .asked import SCREENS
 from .chrome import Page, chromium, new_page
 from .lab import Lab, make_tokenizer
 
@@ -160,6 +162,94 @@ async def test_long_rollouts_are_drawn_where_one_looks(page: Page, told: tuple[L
     await page.until("document.querySelector('#tokens span.at')")
     assert await page.ask("document.querySelectorAll('#tokens span').length") < 3000
     await page.until("document.querySelector('#hover').innerText.includes('2000 of 4131')")
+
+
+async def test_the_board_has_reward_and_divergence_by_batch(page: Page, told: tuple[Lab, str]) -> None:
+    await page.open(told[1])
+    await page.until(FLOW)
+    curves = await page.ask(
+        "Object.fromEntries([...document.querySelectorAll('.cards > div:has(.curve)')].map((card) => "
+        "[card.querySelector('h2').innerText, card.querySelector('polyline').points.numberOfItems]))"
+    )
+    assert curves["mean reward by batch, of kept groups"] == curves["KL by batch, of kept groups"] == 4
+
+
+BY_FORMAT = '{"estimator": "reinforce", "reward": {"components": {"format": 1.0}}}'
+
+
+async def test_a_batch_is_computed_again_as_it_was_and_by_another_chain(
+    page: Page, told: tuple[Lab, str]
+) -> None:
+    await page.open(f"{told[1]}batch?k=1")
+    await page.ask("document.querySelector('#again button').click()")
+    await page.until("document.querySelector('#verdict').innerText.includes('as it was bit-identical')")
+    await page.ask(f"document.querySelector('#again input[name=chain]').value = {BY_FORMAT!r}")
+    await page.ask("document.querySelector('#again button').click()")
+    await page.until("document.querySelector('#verdict').innerText.includes('groups would learn')")
+    signs = await page.ask("document.querySelector('table.changes tbody td:last-child b').innerText")
+    assert f"{signs} of " in await page.ask("document.querySelector('#verdict').innerText")
+    assert int(signs) > 0  # of the rollouts with reward 0: all have the same format
+    await page.press("ArrowRight")  # the next batch by the same chain
+    await page.until("location.search.includes('k=2') && document.querySelector('#verdict')")
+    assert await page.ask("document.querySelector('#again input[name=chain]').value") == BY_FORMAT
+    await page.ask("document.querySelector('table.changes a').click()")
+    await page.until("document.title.startsWith('Groups')")
+    assert await page.ask(TEXTS.format("table.rows a.open")) == ["sum-2-0", "sum-2-1"]
+
+
+@pytest.mark.parametrize(
+    ("chain", "said"),
+    [
+        ("nowhere", "nowhere"),
+        ("{", "chain is no JSON"),
+        ("ppo", "the chain needs column values, which was not pushed"),
+    ],
+)
+async def test_a_chain_that_cannot_be_run_is_refused_in_words(
+    page: Page, told: tuple[Lab, str], chain: str, said: str
+) -> None:
+    await page.open(f"{told[1]}batch?k=1&chain={quote(chain)}")
+    assert said in await page.ask("document.querySelector('#verdict').innerText")
+    assert await page.ask("document.querySelector('h1').innerText") == "batch 1"
+
+
+@pytest.mark.parametrize("path", SCREENS)
+async def test_every_screen_fits_a_telephone_in_the_dark(
+    page: Page, told: tuple[Lab, str], path: str
+) -> None:
+    if "json" in path or "static" in path:
+        return
+    await page.size(390, 844, dark=True)
+    await page.open(told[1] + path.removeprefix("/"))
+    await page.until("document.querySelector('.flow, table, .member, #tokens span, .dim')")
+    assert await page.ask("document.documentElement.scrollWidth <= innerWidth")
+    assert await page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+
+
+async def test_many_groups_come_by_pages(
+    page: Page, told: tuple[Lab, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "PAGE", 5)
+    await page.open(f"{told[1]}groups?where=kept")
+    first = await page.ask(TEXTS.format("table.rows a.open"))
+    assert len(first) == 5
+    await page.press("ArrowRight")
+    await page.until("location.search.includes('page=2') && document.querySelector('a[rel=prev]')")
+    assert not {*first} & {*await page.ask(TEXTS.format("table.rows a.open"))}
+
+
+async def test_without_a_server_it_says_so_and_asks_again(page: Page, tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        server.stop()
+        with serving(server.url, "none", port=0) as address:
+            await page.open(address)
+            await page.until("document.querySelector('#away').innerText !== ''")
+            await page.open(f"{address}groups")
+            said = await page.ask("document.querySelector('.sentence.stuck').innerText")
+            assert "start the server or correct the URL" in said
+            server.start()
+            with producing(server.url, "none"):
+                await page.until("document.querySelector('table.rows')")  # the page asks again by itself
 
 
 async def test_a_bin_of_a_histogram_filters(page: Page, told: tuple[Lab, str]) -> None:

@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from streamadv.advantage import poison, publish
+from streamadv.advantage import poison
 from streamadv.advantage.prepare import prepare
+from streamadv.advantage.worker import publish
 from streamadv.algorithms.device import choose_device
 from streamadv.errors import GroupEndedError, NoBatchError, StreamadvError, TrajectoryError
 from streamadv.grouping import grouper as grouping
@@ -314,7 +315,7 @@ def worker(world: World) -> Life:
     while True:
         for entry in consumer.read(1):
             prepared = prepare(run, entry)
-            publish.publish(run, poison.compute_safely(run, prepared, cpu))
+            publish(run, poison.compute_safely(run, prepared, cpu))
             consumer.done([entry])
         yield
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamadv.cli import main
-from streamadv.cli.progress import lines_in, progress
+from streamadv.cli.files import lines_in, progress
 from streamadv.trajectory.interchange import write_trajectory
 from tests.support import trajectory
 

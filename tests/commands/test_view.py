@@ -18,12 +18,14 @@ pytest.importorskip("tokenizers")
 
 from streamadv import cli
 from streamadv.errors import SettingError
+from streamadv.prompts import Prompts
+from streamadv.prompts.stored import carry_ends
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.view import app
 from streamadv.view.serve import serving
 from tests.browser.asked import SCREENS, ask, board
 from tests.browser.lab import HOSTILE, Lab, make_tokenizer
-from tests.support import ledger, producing
+from tests.support import group_all, join, ledger, producing
 
 
 class Tags(HTMLParser):
@@ -87,6 +89,21 @@ def test_what_a_rollout_says_is_text_wherever_it_is_shown(lab: Lab) -> None:
         assert "<script>document.title='taken'</script>" in page.text
         assert "{{ 7*7 }}" in page.text
         assert not {"\x1b", "\u202e"} & set(page.text)
+
+
+def test_prompts_are_shown_with_what_their_tries_have_shown(redis_url: str, run: str) -> None:
+    with producing(redis_url, run, {"zero_variance_filter": True}) as producer:
+        groups = producer.prompts(Prompts({"math": ["a", "b"]}, shuffle=None), 1)
+        for reward in (0.25, 0.75):
+            for rollout in next(groups)[1]:
+                rollout.push(input_ids=[1, 2], response_mask=[0, 1], reward=reward)
+        joined = join(redis_url, run)
+        group_all(joined)
+        carry_ends(joined)
+        with serving(redis_url, run, port=0) as address:
+            text = Tags(ask(address, "/prompts").text).text
+    assert "2 of 2" in text
+    assert text.index("0.25") < text.index("0.75")
 
 
 def test_others_see_it_only_with_the_password(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamadv.store.addresses import free_port
 from streamadv.store.connection import Connection
-from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer, free_port
 from tests.support import producing, push_groups
 
 pytestmark = [pytest.mark.server, pytest.mark.processes]

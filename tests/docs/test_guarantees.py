@@ -1,4 +1,4 @@
-"""Every promise of docs/understand/guarantees.md names the tests that hold it, and they are there."""
+"""Every promise of docs/reference/guarantees.md names the tests that hold it, and they are there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamadv.advantage import worker
 from streamadv.batch.progress import DURABILITY_WINDOW_S
 from streamadv.grouping.grouper import HOUSEKEEPING_S
 from streamadv.producer.resend import MAX_RESEND_BYTES, RESEND_WINDOW_S
-from streamadv.run import hangs, heartbeats, ranks
+from streamadv.run import hangs, heartbeats
 from streamadv.run.dead_letters import DEAD_KEPT
 from streamadv.run.manifest import DEFAULTS
 from streamadv.trajectory.adapters.records import MAX_FILE_BYTES
@@ -23,7 +23,7 @@ from streamadv.trajectory.payload import SCHEMA_VERSION
 
 from .story import ROOT
 
-PAGE: Final = "docs/understand/guarantees.md"
+PAGE: Final = "docs/reference/guarantees.md"
 #: Sections without promises.
 WITHOUT: Final = ("# Guarantees", "## Not promised")
 HELD_BY: Final = "*Held by* "
@@ -126,7 +126,7 @@ def test_the_tests_that_it_names_are_there(defined: set[str]) -> None:
         ("the next round of a grouper (each second)", HOUSEKEEPING_S == 1),
         ("a time of more than 10 s", heartbeats.HEARTBEAT_S == 10),
         ("counts as 5 s", heartbeats.WRITE_S == 5),
-        ("whose trainer sent a heartbeat within 30 s", ranks.RANK_TIMEOUT_S == 30),
+        ("whose trainer sent a heartbeat within 30 s", heartbeats.RANK_TIMEOUT_S == 30),
         ("a shard keeps at most 10,000", DEAD_KEPT == 10_000),
         ("at every heartbeat (10 s at most)", heartbeats.HEARTBEAT_S == 10),
         ("`resend_window` (5 s, at most 256 MiB)", (RESEND_WINDOW_S, MAX_RESEND_BYTES) == (5, 256 << 20)),

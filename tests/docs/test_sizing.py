@@ -1,4 +1,4 @@
-"""The plan of docs/operate/sizing.md is that of docs/understand/scaling.md, and of `streamadv bench scaling`."""
+"""The plan of docs/operate/sizing.md is that of its measurements, and of `streamadv bench scaling`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from benchmarks.scaling import LONG, PARTS, SHORT, UTILISATION, Costs, Linear
 
 from .story import ROOT, blocks_of
 
-SCALING: Final = "docs/understand/scaling.md"
+PAGE: Final = "docs/operate/sizing.md"
 Plan = Callable[..., dict[str, float]]
 
 
 @pytest.fixture(scope="module")
 def sizing() -> dict[str, Any]:
     """The names of plan.py."""
-    (code,) = [
-        block.code for block in blocks_of("docs/operate/sizing.md") if 'title="plan.py"' in block.title
-    ]
+    (code,) = [block.code for block in blocks_of(PAGE) if 'title="plan.py"' in block.title]
     names: dict[str, Any] = {}
     with redirect_stdout(StringIO()):
         exec(code, names)
@@ -31,15 +29,15 @@ def sizing() -> dict[str, Any]:
 
 
 def rows() -> dict[str, list[str]]:
-    """Cells of the tables of scaling.md by the first one."""
-    lines = [line for line in (ROOT / SCALING).read_text().splitlines() if line.startswith("| ")]
+    """Cells of the tables of the page by the first one."""
+    lines = [line for line in (ROOT / PAGE).read_text().splitlines() if line.startswith("| ")]
     return {
         cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
     }
 
 
 def line_of(name: str) -> tuple[float, float]:
-    """a and b of a line "a + b T" of scaling.md."""
+    """a and b of a line "a + b T" of the page."""
     a, b = re.fullmatch(r"([\d.]+) \+ ([\d.]+) T", rows()[name][0]).groups()  # type: ignore[union-attr]
     return float(a), float(b)
 

@@ -17,8 +17,7 @@ from pydantic_core import from_json
 
 from streamadv.errors import WireError
 from streamadv.trajectory.columns import HEADER, KNOWN_COLUMNS
-from streamadv.trajectory.listing import list_table
-from streamadv.trajectory.member_table import decode_table, members_problem
+from streamadv.trajectory.member_table import decode_table, list_table, members_problem
 from streamadv.trajectory.packet import StoredPacket, check_column, decode_column
 from streamadv.trajectory.packet_encoding import MAX_HEADER_BYTES
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of

@@ -17,7 +17,7 @@ from streamadv.gateway.loading import Loading
 from streamadv.gateway.options import Options
 from streamadv.grouping.groups_log import read_log
 from streamadv.run import open_run
-from streamadv.run.payloads import fetch_columns
+from streamadv.run.packets import fetch_columns
 from streamadv.store.connection import Connection
 from streamadv.trajectory.payload import parse_header
 from streamadv.trajectory.reference import references_of

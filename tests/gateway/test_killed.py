@@ -15,8 +15,7 @@ import aiohttp
 import pytest
 
 from streamadv.gateway import Keys
-from streamadv.store.addresses import free_port
-from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer, free_port
 from tests.unit.integrations.fake_engine import END, FakeEngine, serving
 
 from .engine import Engine, talkative

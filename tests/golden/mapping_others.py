@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from streamadv import padded
-from streamadv.algorithms.estimators.vtrace import vtrace_errors
+from streamadv.algorithms.estimators.tokens import vtrace_errors
 from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
 from streamadv.padded.layout import padded_tokens
 

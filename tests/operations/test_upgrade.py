@@ -18,8 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamadv.producer import Producer
-from streamadv.store.addresses import free_port
 from streamadv.store.connection import Connection
+from streamadv.store.embedded import free_port
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.payload import SCHEMA_VERSION
 from streamadv.version import __version__

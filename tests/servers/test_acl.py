@@ -20,8 +20,9 @@ import redis.exceptions
 from streamadv import cli
 from streamadv.errors import NoBatchError, NotPermittedError
 from streamadv.gateway.turns import Store
-from streamadv.producer import Producer
+from streamadv.producer import Producer, prompted
 from streamadv.prompts import Prompts
+from streamadv.prompts.stored import carry_ends
 from streamadv.run import consumer as streams
 from streamadv.run import find_run, open_run
 from streamadv.run.malformed import list_malformed
@@ -52,6 +53,7 @@ pytestmark = pytest.mark.slow
 
 #: Any run may use its own server; this one has every character a name may have and is a prefix of another one.
 RUN = "exp/1.a_b-c"
+SOLVED = Prompts(["c"], epochs=2, name="solved", skip_solved=1)
 OTHER_RUNS = (f"{RUN}2", RUN[:-1], "other", "*")
 PASSWORDS = {role.name: f"pw of {role.name}" for role in acl.ROLES}
 
@@ -162,7 +164,10 @@ def keyed(used: set[tuple[str, str]]) -> set[tuple[str, str]]:
     return {(command, kind) for command, kind in used if command not in anywhere}
 
 
-def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(empty: Guarded) -> None:
+def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(
+    empty: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompted, "CARRY_S", 0.0)
     used: set[tuple[str, str]] = set()
     settings = {"scorers": ("judge",), "redundancy": 1}
     with empty.watch(used), producing(empty.url("producer"), RUN, settings) as producer:
@@ -211,6 +216,15 @@ def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(empty: Guarded) -
         with empty.watch(used):
             assert next(groups, None) is None
         run.connection.close()
+    empty.admin.flushall()
+    with producing(empty.url("producer"), RUN, {"zero_variance_filter": True}) as producer:
+        run, groups = join(empty.url("pipeline"), RUN), producer.prompts(SOLVED, 1)
+        with empty.watch(used):
+            next(iter(next(groups)[1])).push(input_ids=[1, 2], response_mask=[0, 1], reward=1.0)
+        group_all(run)
+        with empty.watch(used):
+            assert next(groups, None) is None  # it is left out of the second epoch
+        run.connection.close()
     used.add(("hgetall", "prompt_entries"))  # after a lost reply
     used |= {("zrange", "prompt_given_up"), ("zrem", "prompt_given_up")}  # above a thousand of them
     assert sorted(keyed(used) ^ rules(acl.PRODUCER)) == []
@@ -250,10 +264,15 @@ def test_the_pipeline_can_do_its_job_and_needs_all_it_is_allowed(
         with pytest.raises(NoBatchError):
             TrainerQueue(world.connection, RUN, commit="each_batch").next_batch(timeout=0.5)
     empty.admin.flushall()
-    with empty.watch(used), producing(world.connection, RUN, {"dedupe_groups": 1}) as producer:
+    settings = {"dedupe_groups": 1, "zero_variance_filter": True}
+    with empty.watch(used), producing(world.connection, RUN, settings) as producer:
         push_groups(producer, 2)
+        next(iter(next(producer.prompts(SOLVED, 1))[1])).push(
+            input_ids=[1, 2], response_mask=[0, 1], reward=1.0
+        )
         run = join(world.connection, RUN)
         group_all(run)
+        carry_ends(run)
         monkeypatch.setattr(streams, "RETIRE_AFTER_MS", 0)
         consumer_of(run).retire_others()
     world.connection.close()

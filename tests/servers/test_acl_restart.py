@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from streamadv.store.addresses import free_port
 from streamadv.store.connection import Connection
+from streamadv.store.embedded import free_port
 from tests.support import group_all, join, ledger, problems, producing, push_groups
 
 from .test_acl import PASSWORDS, RUN, printed_rules, server_binaries

@@ -17,9 +17,8 @@ import redis
 import streamadv.store.embedded
 from streamadv.errors import ServerError, SettingError
 from streamadv.store import binary
-from streamadv.store.addresses import free_port
 from streamadv.store.binary import find_server_binary, packaged_binaries
-from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer, free_port
 
 
 @pytest.fixture

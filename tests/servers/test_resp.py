@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from streamadv.store.connection import Connection
-from streamadv.store.resp import LARGE
+from streamadv.store.exchange import LARGE
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import Cluster
 from tests.support import delivered_batch, group_all, join, problems, producing, trajectory

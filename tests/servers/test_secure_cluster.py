@@ -17,8 +17,8 @@ from streamadv import cli
 from streamadv.errors import ServerError, SettingError
 from streamadv.producer import Producer
 from streamadv.store import acl
-from streamadv.store.addresses import free_port
 from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.embedded import free_port
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority
 from tests.clusters import Node, divide_slots, until

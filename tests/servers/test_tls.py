@@ -17,9 +17,8 @@ from streamadv import cli
 from streamadv.errors import ServerError, ServerUnreachableError, SettingError
 from streamadv.grouping.scorer import Scorer
 from streamadv.producer import Producer
-from streamadv.store.addresses import free_port
 from streamadv.store.connection import AsyncConnection, Connection
-from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer, free_port
 from streamadv.trainer.queue import TrainerQueue
 from tests.certificates import Authority, Pair
 from tests.support import delivered_batch, group_all, join, problems, producing, push_groups

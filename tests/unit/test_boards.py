@@ -212,17 +212,17 @@ def test_the_choice_of_a_run_asks_for_a_label_that_exists(exposed: dict[str, set
 
 
 def test_every_alert_has_a_summary_and_an_entry_in_the_runbooks() -> None:
-    text = (ROOT / "docs" / "operate" / "runbooks.md").read_text()
+    text = (ROOT / "docs" / "reference" / "alerts.md").read_text()
     entries = dict(re.findall(r"^### (Streamadv\w+)\n\n\*(page|warning)\.\*", text, flags=re.MULTILINE))
     assert entries == {rule["alert"]: rule["labels"]["severity"] for rule in alerts()}
     for rule in alerts():
-        assert rule["annotations"]["runbook"] == f"docs/operate/runbooks.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/reference/alerts.md#{rule['alert'].lower()}"
         assert rule["annotations"]["summary"]
 
 
-@pytest.mark.parametrize("page", ["runbooks.md", "monitoring.md"])
+@pytest.mark.parametrize("page", ["reference/alerts.md", "operate/monitoring.md"])
 def test_pages_name_panels_and_boards_that_exist(page: str) -> None:
-    text = (ROOT / "docs" / "operate" / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     names = {" ".join(name.split()) for name in re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", text)}
     assert names
     titles = {panel["title"] for panel in panels()} | {

@@ -24,6 +24,34 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "turns stay when their slot has ended": Mutant(
         f"{LUA}/group/push.lua", "group.turned and packet.text or ''", "''"
     ),
+    # Prompts
+    "an end of an older try of a prompt counts": Mutant(
+        f"{LUA}/prompts/end_prompts.lua", "if now then return try >= now, failures end", "if now then return true, failures end"
+    ),
+    "a prompt that has ended stays in play": Mutant(
+        f"{LUA}/prompts/end_prompts.lua", "change(item, not is_begun(item) and 'ended')", "change(item, entries[item])"
+    ),
+    "a prompt whose group was dropped is not played again": Mutant(
+        f"{LUA}/prompts/end_prompts.lua", "    redis.call('ZADD', keys.prompt_again, string.match(item, '%d+$'), item)\n", ""
+    ),
+    "prompts are begun twice": Mutant(
+        f"{LUA}/prompts/lease_prompt.lua", "it.next, it.is_begun = it.next + 1, true", "it.next = it.next + 1"
+    ),
+    "a prompt that is given back is not played again": Mutant(
+        f"{LUA}/prompts/leave_prompts.lua", "if ARGV[1] == 'again' then", "if false then"
+    ),
+    "prompts are not set back to the checkpoint": Mutant(
+        f"{LUA}/prompts/set_back_prompts.lua", "if not (is_lost or is_older) then return 0 end", "if true then return 0 end"
+    ),
+    "a prompt that is left out stays in play": Mutant(
+        f"{LUA}/prompts/skip_prompts.lua", "    redis.call('HDEL', keys.prompt_entries, item)\n", ""
+    ),
+    "a commit does not end its prompts": Mutant(
+        f"{LUA}/batch/commit.lua", "    note_prompt_end(prompt, 'trained', figures)\n", ""
+    ),
+    "prompts are trained on once a try": Mutant(
+        "streamadv/prompts/spec.py", 'return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id', "return group_id"
+    ),
     # Dedupe and groups
     "a push fills a slot twice": Mutant(
         f"{LUA}/group/push.lua",
@@ -197,10 +225,13 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "redis.call('HSET', keys.group, 'score:' .. index, ARGV[4]) == 2",
     ),
     "what a scorer has passed on stays in its stream": Mutant(
-        f"{LUA}/group/scored.lua", "  redis.call('XDEL', keys.stream, ARGV[at])\n", ""
+        f"{LUA}/group/scored.lua", "    redis.call('XDEL', keys.stream, ARGV[at])\n", ""
     ),
     "a scorer passes on what another one has": Mutant(
-        f"{LUA}/group/scored.lua", "if #redis.call('XRANGE', keys.stream, ARGV[at], ARGV[at]) > 0 then", "if true then"
+        f"{LUA}/group/scored.lua", "    if entry then\n", "    if true then\n"
+    ),
+    "a scorer passes on what had the id before": Mutant(
+        f"{LUA}/group/scored.lua", "if not entry or has_payload(entry[2], ARGV[at + 2]) then", "if true then"
     ),
     "an unscorable member stays among the open ones": Mutant(
         f"{LUA}/group/apply_scores.lua", "  count('open', -1)\n", ""

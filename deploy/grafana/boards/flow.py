@@ -70,7 +70,7 @@ WAITING: Final[list[Panel]] = [
         "Why nothing moves, over time",
         "short",
         "Reasons why the run stands still, by its status: 1 while a reason holds.",
-        "docs/operate/troubleshooting.md has meaning and remedy of each. pacing alone: producers are as far ahead as "
+        "docs/reference/reasons.md has meaning and remedy of each. pacing alone: producers are as far ahead as "
         "they should be. No line: everything moves, or the run cannot be read.",
         Target(f"max by (reason) ({selector('run_blocked')} == 1)", "{{reason}}"),
         stack=True,

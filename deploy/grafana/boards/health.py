@@ -26,7 +26,7 @@ def health() -> list[Panel]:
             "Firing alerts",
             "short",
             "Alerts of deploy/prometheus/rules that fire now.",
-            "Each has an entry in docs/operate/runbooks.md: what it means, what to look at, what to do. Without the "
+            "Each has an entry in docs/reference/alerts.md: what it means, what to look at, what to do. Without the "
             "rules loaded nothing ever shows here.",
             Target(
                 'max by (alertname) (ALERTS{alertname=~"Streamadv.*", alertstate="firing", run=~"$run|"})',
@@ -41,7 +41,7 @@ def health() -> list[Panel]:
             "Why nothing moves",
             "short",
             "Reasons why the run, or a process of it, waits, but those of a run where all is well.",
-            "Any name here is worth a look: docs/operate/troubleshooting.md has its meaning and remedy, and the "
+            "Any name here is worth a look: docs/reference/reasons.md has its meaning and remedy, and the "
             "board Flow who waits since when. With the run unreadable, only what processes say of themselves shows.",
             Target(
                 f"max by (reason) ({selector('run_blocked', ORDINARY)} == 1)"

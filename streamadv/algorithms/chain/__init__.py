@@ -16,16 +16,15 @@ from ...extras import torch
 from ..chain_metrics import fetch
 from ..packed import Level, PackedBatch
 from ..registry import SCOPES, Scope, get_estimator
-from ..running_moments import RunningMoments
-from .advantages import estimating_steps
+from ..rewards import RunningMoments
+from .advantages import check_finite, estimating_steps
 from .config import ChainConfig, parse_config
 from .correction import correction_step
-from .estimating import check_finite
 from .presets import preset
-from .result import ChainResult as ChainResult
 from .rewards import shaping_steps
 from .samples import sample_steps
 from .sources import run_by_source
+from .step import ChainResult as ChainResult
 from .step import ChainStep, State
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...extras import torch
-from ..chain_metrics import Metric
+from ..chain_metrics import Metric, off_policy_metrics
 from ..off_policy import importance_weights, m2po_mask, reject, veto
-from ..off_policy_metrics import off_policy_metrics
 from ..packed import PackedBatch
 from ..registry import Scope
-from ..trainable import Trainable
+from ..segments import Trainable
 from .config import CorrectionConfig
 from .step import ChainStep, State
 

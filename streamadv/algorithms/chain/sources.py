@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...extras import torch
 from ..chain_metrics import merge_metrics
-from ..packed import Level, PackedBatch
-from ..parts import Part, part_of
-from .result import ChainResult
+from ..packed import Level, PackedBatch, Part, part_of
+from .step import ChainResult
 
 if TYPE_CHECKING:
     from torch import Tensor

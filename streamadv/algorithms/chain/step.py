@@ -1,4 +1,4 @@
-"""What a chain is made of: a step, and the state that steps pass on."""
+"""What a chain is made of: a step, the state that steps pass on, and what comes of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ from typing import TYPE_CHECKING
 from ..chain_metrics import Metric
 from ..packed import Level, PackedBatch
 from ..registry import Scope
-from ..running_moments import RunningMoments
-from ..trainable import Trainable
+from ..rewards import RunningMoments
+from ..segments import Trainable
 from ..whitening import Summary
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChainResult:
+    """The result of a chain. `advantages` is None after the first part of a chain cut before its estimator."""
+
+    level: Level
+    advantages: Tensor | None  # [R], [S] or [N] float32
+    returns: Tensor | None  # same shape; None where they equal the advantages
+    rewards: Tensor  # [M] float64, as shaped so far
+    step_rewards: Tensor  # [S] float64
+    columns: Mapping[str, Tensor]  # made or changed by a step, [N]
+    metrics: Mapping[str, float]
+    weights: Mapping[str, float]  # what each metric is a mean over; see merge_metrics
 
 
 @dataclass(frozen=True, slots=True)

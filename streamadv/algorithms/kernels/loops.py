@@ -166,7 +166,7 @@ def vtrace(
 
 @kernel
 def turn_returns(rewards, mask, offsets, gamma, result):
-    """Returns over turns; see `turns.turn_returns`."""
+    """Returns over turns; see `scan.turn_returns`."""
     for row in range(len(offsets) - 1):
         ahead = 0.0
         inside = False
@@ -175,23 +175,6 @@ def turn_returns(rewards, mask, offsets, gamma, result):
                 ahead = rewards[t] + gamma * ahead
             inside = mask[t]
             result[t] = ahead if inside else 0
-
-
-@kernel
-def turn_mean(values, mask, offsets, result):
-    """The mean over a turn, on all its tokens; see `turns.turn_mean`."""
-    for row in range(len(offsets) - 1):
-        start, end = offsets[row], offsets[row + 1]
-        while start < end:
-            stop, total = start, 0.0
-            while stop < end and mask[stop]:
-                total += values[stop]
-                stop += 1
-            for t in range(start, stop):
-                result[t] = total / (stop - start)
-            if stop < end:
-                result[stop] = 0
-            start = stop + 1
 
 
 @kernel

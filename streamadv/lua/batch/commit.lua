@@ -9,7 +9,8 @@
 --       output columns; then of each group one text: entry id, numbers of members that are trained on, baselines, and
 --       oversize, bytes, number of payloads, and whether to keep it: '-' = no, '0' = yes, '1' = yes, and behind its
 --       payloads stands the output with its results, in the field 'kept:<group id>', '2' = likewise, and what the
---       trainer has made of its members, in 'late:<rollout index>:<group id>'; then the id of a prompt's group
+--       trainer has made of its members, in 'late:<rollout index>:<group id>'; then the id of a prompt's
+--       group and its figures (see lib/prompt_end)
 -- Returns  number of groups committed
 -- include count
 -- include owners
@@ -54,13 +55,13 @@ local function keep_trained(fields, left_out, output, has_late)
 end
 
 for i = 6 + 2 * results, #ARGV do
-  local entry, trained, baseline, oversize, bytes, payloads, kept, prompt =
-    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-012]) ?(%S*)$')
+  local entry, trained, baseline, oversize, bytes, payloads, kept, prompt, figures =
+    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-012]) ?(%S*) ?(%S*)$')
   payloads = tonumber(payloads)
   local logged = kept ~= '-' and keeps('trained') and redis.call('XRANGE', keys.groups, entry, entry)[1]
   if redis.call('XDEL', keys.groups, entry) == 1 then
     groups = groups + 1
-    note_prompt_end(prompt, 'trained')
+    note_prompt_end(prompt, 'trained', figures)
     local left_out = math.min(tonumber(trained), #(exclusions[entry] or {}))
     count('trained', trained - left_out)
     count('dead:undecodable', left_out)

@@ -10,7 +10,6 @@
 -- include group
 -- include slots
 -- include ended
--- include prompt_end
 -- include close
 -- include evaluation
 -- include keep

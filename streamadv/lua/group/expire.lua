@@ -13,7 +13,6 @@
 -- include slots
 -- include ended
 -- include malformed
--- include prompt_end
 -- include close
 -- include evaluation
 -- include keep

@@ -14,7 +14,6 @@
 -- include group
 -- include slots
 -- include ended
--- include prompt_end
 -- include close
 local GROUP_ARGS, PACKET_ARGS = 3, 7
 local policy = policy_of(ARGV, 2)

@@ -102,7 +102,10 @@ local function close_group(group, outcome, letter, policy, rewards)
     remembered = 0
   end
   remembered = remembered + redis.call('HSET', keys.ended, group.id, letter .. tombstone_of(group))
-  if outcome ~= 'complete' and outcome ~= 'partial' then note_prompt_end(group.id, outcome) end
+  if string.sub(group.id, 1, 7) == 'prompt:' and outcome ~= 'complete' and outcome ~= 'partial' then
+-- include prompt_end
+    note_prompt_end(group.id, outcome, figures_of(rewards or ''))
+  end
   count('outcome:' .. outcome, 1)
   return outcome, group.data_source or '', rewards
 end

@@ -9,7 +9,9 @@
 --   'cursor:<shard>'  the last end of a group there that was carried here
 --   'branch'          of the trainer that has set them back last
 --   'born'            id of all this
+--   'selected'        the last period that weights were selected for; 'weight:<source>' these, 'from:<source>' `next` then
 --   other fields      counters: '<what> <source> <epoch>'
+-- `prompt_solved` has a digit for each prompt of a set that skips solved ones: in how many epochs running it was solved.
 -- KEYS  prompt_entries, prompt_again
 local NOBODY, GONE = '-', 'ended'
 

@@ -49,7 +49,10 @@ end
 for i = at + 1, at + 2 * counters, 2 do
   redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
 end
-for source, position in ipairs(following) do redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position)) end
+for source, position in ipairs(following) do
+  redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position))
+  if number_of('from:' .. source) > position then redis.call('HSET', keys.prompt_state, 'from:' .. source, whole(position)) end
+end
 redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch)
 if born ~= '' then redis.call('HSET', keys.prompt_state, 'born', born) end
 note_try(base)

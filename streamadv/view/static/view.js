@@ -49,7 +49,7 @@ if (board) {
   source.onerror = () => old("this page's server does not answer; it is asked again");
 }
 
-const slider = document.querySelector(".slider input");
+const slider = document.querySelector(".slider input[type=range]");
 if (slider) {
   slider.addEventListener("input", () => { slider.nextElementSibling.textContent = slider.value; });
   slider.addEventListener("change", () => slider.form.submit());

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from streamadv.integrations.trl import QueueGRPOTrainer, newest_checkpoint, queue_for
-from streamadv.store.addresses import free_port
+from streamadv.store.embedded import free_port
 
 from .models import batch_of, config, policy, rows, tokenizer
 

@@ -15,7 +15,7 @@ import torch
 
 from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare
-from streamadv.advantage.publish import publish
+from streamadv.advantage.worker import publish
 from streamadv.errors import Busy, NoBatchError
 from streamadv.producer import Producer
 from streamadv.run import open_run

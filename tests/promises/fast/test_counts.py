@@ -20,7 +20,7 @@ from streamadv.producer import logic
 from streamadv.store import scripts
 from streamadv.store.clients import Client
 from streamadv.store.connection import Connection
-from streamadv.store.resp import Piece
+from streamadv.store.exchange import Piece
 from streamadv.trainer.heartbeat import Heartbeat
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (

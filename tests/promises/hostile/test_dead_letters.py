@@ -204,7 +204,7 @@ def test_emptied_letters_are_bounded_in_number_and_bytes(
 @estimator("brittle", scope="group")
 def brittle(batch: object) -> object:
     """Breaks on groups whose first reward is 13, and on everything while `broken` is set."""
-    from streamadv.algorithms.estimators.grpo import grpo
+    from streamadv.algorithms.estimators.outcomes import grpo
 
     if brittle.broken or float(batch.rewards[0]) == 13.0 or 13.0 in batch.rewards.tolist():  # type: ignore[attr-defined]
         brittle.wait()  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from streamadv.cli import main
 from streamadv.errors import GroupEndedError, StreamadvError
 from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.grouping.scorer import Scorer
-from streamadv.grouping.unscored import UnscoredTrajectory
+from streamadv.grouping.scoring_streams import UnscoredTrajectory
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.consumer import GROUPER, PENDING_PAGE

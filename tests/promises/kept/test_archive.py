@@ -270,6 +270,34 @@ def test_a_server_that_has_gone_back_loses_and_doubles_nothing(
     assert {group_id for group_id, _ in archived(tmp_path)} == {"a0", "a1", "b0", "b1", "c"}
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_a_server_keeps_before_the_mark_is_archived(
+    redis_url: str, run: str, tmp_path: Path, restarts: bool
+) -> None:
+    """The mark was moved when the server had lost the entries up to it, and its clock is behind."""
+    joined = archived_run(redis_url, run)
+    key, scripts = joined.home.keys, joined.connection.scripts
+    with producing(redis_url, run) as producer:
+        push_dropped(producer, 2, "a")
+        push_dropped(producer, 2, "b")
+        group_all(joined)
+    with archiving(joined, tmp_path) as archive:
+        archive.look()
+        archive.finish()
+        *entries, (_, lost) = scripts.xrange(key.kept)
+        scripts.delete(key.kept)
+        for entry, fields in [*entries[:2], (entries[2][0], {**lost, b"group_id": b"c"})]:
+            scripts.xadd(key.kept, fields, id=entry)
+        if not restarts:
+            while archive.look():
+                pass
+            archive.finish()
+    if restarts:
+        archive_all(joined, tmp_path)
+    assert {group_id for group_id, _ in archived(tmp_path)} == {"a0", "a1", "b0", "b1", "c"}
+    assert scripts.hget(key.trainer, "archived") == entries[2][0]
+
+
 def test_one_archive_writes(redis_url: str, run: str, tmp_path: Path) -> None:
     joined = archived_run(redis_url, run)
     with producing(redis_url, run) as producer, archiving(joined, tmp_path / "one") as one:

@@ -174,7 +174,20 @@ def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.Cap
         assert cli.main(["prompts", "show", "--json", *options]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert [line["state"] for line in shown["prompts"]] == ["in play", "again"]
+        seen = [(each["tries"], each["dropped"], each["reward_mean"]) for each in shown["seen"]]
+        assert seen == [(1, 1, None)]
         assert cli.main(["prompts", "show", "other", *options]) == 1
+        with queue_of(redis_url, run) as queue:
+            train(queue, join(redis_url, run), 1)
+            queue.commit(queue.state_dict())
+        assert cli.main(["prompts", "list", "--json", *options]) == 0
+        (source,) = json.loads(capsys.readouterr().out)["prompts"]
+        assert (source["trained"], source["skipped"], source["weight"]) == (1, 0, COUNT)
+        known = {
+            name: source["seen"][name]
+            for name in ("tries", "trained", "dropped", "tokens", "reward_deviation")
+        }
+        assert known == {"tries": 2, "trained": 1, "dropped": 1, "tokens": SIZE * 5, "reward_deviation": 0.5}
 
 
 def _carried(producer: sa.Producer) -> Any:

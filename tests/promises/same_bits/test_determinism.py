@@ -10,7 +10,7 @@ import pytest
 
 from streamadv.advantage.compute import compute
 from streamadv.advantage.prepare import prepare
-from streamadv.advantage.publish import publish
+from streamadv.advantage.worker import publish
 from streamadv.producer import Producer
 from streamadv.run.consumer import ADVANTAGE
 from streamadv.run.manifest import RunSettings

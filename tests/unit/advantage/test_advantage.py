@@ -17,8 +17,7 @@ from streamadv.advantage import worker
 from streamadv.advantage.compute import compute
 from streamadv.advantage.poison import compute_safely, isolate
 from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
-from streamadv.advantage.publish import publish
-from streamadv.advantage.worker import run_worker
+from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.device import choose_device
 from streamadv.batch.exclusion import dead_letter_groups
 from streamadv.batch.record import Death, name_batch, read_records

@@ -13,8 +13,7 @@ import torch
 from streamadv import padded
 from streamadv.algorithms import PackedBatch, RunningMoments, build_chain, merge_metrics, run_chain
 from streamadv.algorithms.rewards import normalise
-from streamadv.algorithms.segments import moments
-from streamadv.algorithms.trainable import tokens_where
+from streamadv.algorithms.segments import moments, tokens_where
 from streamadv.algorithms.whitening import whiten, whiten_weighted
 from streamadv.trajectory.schema import Step
 

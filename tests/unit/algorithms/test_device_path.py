@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from streamadv.advantage.compute import lay_out
 from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
-from streamadv.algorithms.estimators.gae import gae_scan
+from streamadv.algorithms.estimators.tokens import gae_scan
 from streamadv.algorithms.kernels import loops
 from streamadv.algorithms.packing import pack_members
 from streamadv.algorithms.registry import get_estimator
+from streamadv.algorithms.scan import turn_mean, turn_returns
+from streamadv.algorithms.segments import tokens_where
 from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
-from streamadv.algorithms.trainable import tokens_where
-from streamadv.algorithms.turns import turn_mean, turn_returns
 from streamadv.algorithms.whitening import whiten
 from streamadv.grouping.layout import Layout
 from streamadv.padded.layout import padded_tokens

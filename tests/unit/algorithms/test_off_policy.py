@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from streamadv import padded
 from streamadv.algorithms import build_chain, run_chain
 from streamadv.algorithms.off_policy import Rejection, importance_weights, reject, veto
-from streamadv.algorithms.trainable import tokens_where
-from streamadv.algorithms.turns import turn_mean, turn_returns
+from streamadv.algorithms.scan import turn_mean, turn_returns
+from streamadv.algorithms.segments import tokens_where
 from streamadv.errors import SettingError
 
 from .reference import batch_of, member, random_pairs, rows_of

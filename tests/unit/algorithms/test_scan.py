@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms.scan import ends_row, reverse_scan, scan_blocks
-from streamadv.algorithms.trainable import Trainable, tokens_where
+from streamadv.algorithms.segments import Trainable, tokens_where
 
 from .reference import discounts, scan_loop
 

@@ -14,8 +14,8 @@ from streamadv import padded
 from streamadv.algorithms import build_chain, run_chain
 from streamadv.algorithms.kl import adapted_coefficient, approx_kl, column_kl
 from streamadv.algorithms.length_penalties import overlong_penalty
-from streamadv.algorithms.running_moments import RunningMoments
-from streamadv.algorithms.trainable import Trainable
+from streamadv.algorithms.rewards import RunningMoments
+from streamadv.algorithms.segments import Trainable
 from streamadv.errors import SettingError, TrajectoryError
 from streamadv.padded.sample_masks import difficulty_mask, sample_weights
 

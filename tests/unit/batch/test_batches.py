@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms import build_chain
-from streamadv.batch import candidates as batch_candidates
 from streamadv.batch import commit as batch_commit
 from streamadv.batch import exclusion, recovery, selection, work
+from streamadv.batch import leader as batch_leader
 from streamadv.batch import record as batch_record
-from streamadv.batch.candidates import Candidates
+from streamadv.batch.leader import Candidates
 from streamadv.batch.record import BatchRecord, Death
 from streamadv.batch.selection import NamingRules
 from streamadv.batch.work import ITEM_BYTES, ITEM_TRAJECTORIES, apply, work_items
@@ -180,7 +180,7 @@ def test_commit_counts_each_member_once(groups: list[LoggedGroup], budget: int |
             states["baseline" if flags & BASELINE else oversize] += 1
         numbers = [states[state] for state in ("trained", "baseline", "oversize")]
         text = " ".join(map(str, [each.entry, *numbers, 100, 1]))
-        assert found == (text, (f"payload-{each.group_id[1:]}",))
+        assert found == (text, (f"payload-{each.group_id[1:]}",), "")
 
 
 @pytest.mark.parametrize("calls", range(7))
@@ -200,7 +200,7 @@ def test_an_interrupt_while_groups_are_read_loses_none(
     def read_with_interrupts(*args: Any) -> Any:
         return [(shard, EntryId(entry), fields) for shard, entry, fields in read(*args)]
 
-    monkeypatch.setattr(batch_candidates, "read_entries", read_with_interrupts)
+    monkeypatch.setattr(batch_leader, "read_entries", read_with_interrupts)
     candidates = Candidates(run, [])
     with suppress(KeyboardInterrupt):
         candidates.read_on(5)

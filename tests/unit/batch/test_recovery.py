@@ -9,9 +9,8 @@ from streamadv.algorithms import build_chain
 from streamadv.batch.exclusion import read_exclusions
 from streamadv.batch.leader import Leader
 from streamadv.batch.progress import DURABILITY_WINDOW_S, RETURN_WINDOW_S, Progress
-from streamadv.batch.record import BatchRecord, Death, read_records
+from streamadv.batch.record import BatchRecord, Death, NamingSettings, read_records
 from streamadv.batch.recovery import applied_ids, missing, take_over
-from streamadv.batch.settings import NamingSettings
 from streamadv.errors import EpochFencedError
 from streamadv.run import Run
 from streamadv.store.connection import Connection

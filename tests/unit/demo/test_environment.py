@@ -21,8 +21,7 @@ from streamadv.demo.environment import (
     Map,
     draw_map,
 )
-from streamadv.demo.play import play
-from streamadv.demo.policy import log_probs_and_entropy, seeded_policy
+from streamadv.demo.policy import log_probs_and_entropy, play, seeded_policy
 from streamadv.demo.settings import MAX_TURNS
 
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # left, down, right, up

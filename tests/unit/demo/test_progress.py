@@ -13,7 +13,7 @@ from rich.console import Console
 from streamadv.demo.picture import draw
 from streamadv.demo.progress import Kill, Progress
 from streamadv.demo.settings import DemoSettings
-from streamadv.demo.view import line, open_view, screen, sparkline, summary
+from streamadv.demo.view import View, line, sparkline, summary
 from streamadv.status.model import Ledger, Status
 from tests.support import empty_status
 
@@ -24,8 +24,6 @@ def update(version: int, staleness: list[int]) -> dict[str, Any]:
         "version": version,
         "reward": 0.5,
         "kl": 0.001,
-        "entropy": 1.0,
-        "clip_fraction": 0.1,
         "trajectories": len(staleness),
         "staleness_sum": sum(staleness),
         "staleness_max": max(staleness),
@@ -114,20 +112,12 @@ def test_summary_writes_the_ledger_out(progress: Progress) -> None:
     assert "NOT balanced" in rendered(summary(progress))
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_screen_fits_the_terminal(progress: Progress, width: int) -> None:
-    text = rendered(screen(progress, {}, ["an event"]), width)
-    assert max(map(len, text.splitlines())) <= width
-    for word in ("90.0%", "pushed", "staleness", "an event", "rollouts stream"):
-        assert word in text
-
-
-def test_plain_lines_when_not_a_terminal(progress: Progress) -> None:
+def test_lines_of_events_and_moments(progress: Progress) -> None:
     output = io.StringIO()
-    with open_view(Console(file=output)) as view:
-        view.say("started")
-        view.show(progress, {})
-        view.show(progress, {})  # same second: no second line
+    view = View(Console(file=output))
+    view.say("started")
+    view.show(progress)
+    view.show(progress)  # same second: no second line
     assert output.getvalue() == f"started\n{line(progress)}\n"
     assert "\x1b" not in output.getvalue()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from streamadv.demo import supervisor
 from streamadv.demo.progress import Progress
 from streamadv.demo.settings import DemoSettings
 from streamadv.demo.supervisor import Conductor
+from streamadv.demo.view import View
 from streamadv.errors import ProcessEndedError
 from streamadv.processes import machine
 from streamadv.processes.machine import Plan, Signals
-from streamadv.processes.worker import Worker
 from streamadv.status.model import Ledger, Status
 from tests.children import SEND, runs
 from tests.support import empty_status
@@ -27,7 +28,7 @@ from tests.support import empty_status
 pytestmark = pytest.mark.processes
 DEPLOY = Path(__file__).parents[3] / "deploy"
 
-UPDATE = "reward=.5, kl=0, entropy=1, clip_fraction=0, trajectories=8, staleness_sum=8, staleness_max=2"
+UPDATE = "reward=.5, kl=0, trajectories=8, staleness_sum=8, staleness_max=2"
 STAND_INS = {
     "rollouts-0": "",
     "trainer": f"send('published', version=0)\nfor v in range(1, 11): send('update', version=v, {UPDATE})\n"
@@ -36,7 +37,7 @@ STAND_INS = {
 }
 
 
-class Listener:
+class Listener(View):
     """A view that remembers."""
 
     def __init__(self, react: Callable[[str], None] = lambda _: None) -> None:
@@ -44,11 +45,11 @@ class Listener:
         self.pids: set[int] = set()
         self._react = react
 
-    def show(self, progress: Progress, crew: Mapping[str, Worker]) -> None:
-        self.pids |= {worker.pid for worker in crew.values() if worker.pid}
+    def show(self, progress: Progress) -> None: ...
 
     def say(self, text: str) -> None:
         self.said.append(text)
+        self.pids |= {int(pid) for pid in re.findall(r"\w \((\d+)\)", text)}
         self._react(text)
 
 

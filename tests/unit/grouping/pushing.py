@@ -8,7 +8,7 @@ from typing import Any, Final
 from streamadv.producer.encode import GroupPush, Push
 from streamadv.run import Run
 from streamadv.store.calls import run_script, run_transaction
-from streamadv.store.resp import Payloads
+from streamadv.store.exchange import Payloads
 from streamadv.store.scripts import ScriptCall
 from streamadv.trajectory.schema import Trajectory
 from tests.support import packets_of

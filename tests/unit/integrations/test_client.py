@@ -11,7 +11,7 @@ import pytest
 
 from streamadv.errors import MissingDependencyError, SettingError
 from streamadv.integrations.engines import EngineClient, EngineError, Episode, client
-from streamadv.store.addresses import free_port
+from streamadv.store.embedded import free_port
 
 from .fake_engine import END, ROLES, FakeEngine, serving
 

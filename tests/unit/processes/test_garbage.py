@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from streamadv.processes.garbage import collect_rarely
+from streamadv.processes.memory import collect_rarely
 
 
 def test_full_collections_walk_only_what_came_later() -> None:

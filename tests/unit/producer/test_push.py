@@ -14,7 +14,7 @@ from streamadv.errors import GroupEndedError, TrajectoryError
 from streamadv.producer import producer as producer_module
 from streamadv.producer.encode import MAX_SLICE_BYTES
 from streamadv.run import Run
-from streamadv.run.payloads import fetch_columns
+from streamadv.run.packets import fetch_columns
 from streamadv.status import read_status
 from streamadv.store.calls import run_transaction
 from streamadv.store.connection import Connection

@@ -16,7 +16,9 @@ COUNTERS = {
     "trained 2 0": 15,
     "again:incomplete 2 0": 6,
 }
-STORED = Stored(SET, "born", [14, 20], {"1 13": "0 0 nonce engine 1", "2 19": "1 1 -"}, [], COUNTERS)
+SHARES = {"code": 1.0, "math": 2.0}
+ENTRIES = {"1 13": "0 0 nonce engine 1", "2 19": "1 1 -"}
+STORED = Stored(SET, "born", [14, 20], ENTRIES, [], COUNTERS, SHARES)
 
 
 def test_sources_and_the_time_to_the_end() -> None:

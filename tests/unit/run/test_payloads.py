@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamadv.run import Run
-from streamadv.run.payloads import fetch_columns
+from streamadv.run.packets import fetch_columns
 from streamadv.store.connection import Connection
 from streamadv.trajectory.packet import StoredPacket
 from tests.support import join, members_in, trajectory
@@ -84,7 +84,7 @@ def test_a_payload_that_is_gone_or_no_hash(joined: Run) -> None:
 def test_packets_beyond_the_bound_of_a_reply_are_read_one_after_another(
     joined: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamadv.run.payloads.REPLY_BYTES", 250)
+    monkeypatch.setattr("streamadv.run.packets.REPLY_BYTES", 250)
     packets = [stored(joined, f"payload:{number}") for number in range(5)]
     fetched = list(fetch_columns(joined, packets, ["input_ids"]))
     assert [item.packet for item in fetched] == packets

@@ -10,7 +10,7 @@ import pytest
 from streamadv.cli.status import lines_of
 from streamadv.errors import EpochFencedError
 from streamadv.run import Run
-from streamadv.run.ranks import RANK_TIMEOUT_S, Doing, RankReport, heard_ranks
+from streamadv.run.heartbeats import RANK_TIMEOUT_S, Doing, RankReport, heard_ranks
 from streamadv.status import read_status
 from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of

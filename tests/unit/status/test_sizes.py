@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamadv.status.sizes import Reservation, reservation
+from streamadv.status.shard import Reservation, reservation_of
 
 _LIB: Final = resources.files("streamadv") / "lua" / "lib"
 LIBRARY: Final = "\n".join((_LIB / name).read_text() for name in ("sizes.lua", "slot_bytes.lua"))
@@ -61,4 +61,4 @@ def test_python_reserves_what_lua_reserves(
     if fields:
         client.hset("sizes", mapping=fields)
     total, slot = map(int, client.eval(SCRIPT, 1, "sizes", limit))
-    assert reservation(fields, limit) == Reservation(total_bytes=total, slot_bytes=slot)
+    assert reservation_of(fields, limit) == Reservation(total_bytes=total, slot_bytes=slot)

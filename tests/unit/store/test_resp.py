@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import DataError, InvalidResponse, ResponseError
 
-from streamadv.store.resp import INCOMPLETE, LARGE, Packer, as_buffer, gathered, make_reader, pack_transaction
+from streamadv.store.exchange import (
+    INCOMPLETE,
+    LARGE,
+    Packer,
+    as_buffer,
+    gathered,
+    make_reader,
+    pack_transaction,
+)
 
 Argument = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=8),

@@ -11,7 +11,7 @@ import redis
 import torch
 
 from streamadv.batch.commit import read_results
-from streamadv.batch.named import NamedBatch
+from streamadv.batch.progress import NamedBatch
 from streamadv.batch.record import read_records
 from streamadv.batch.work import work_items
 from streamadv.errors import NoBatchError

@@ -12,7 +12,7 @@ import pytest
 from streamadv.errors import UndecodableGroupError
 from streamadv.grouping.layout import Layout
 from streamadv.run import Run
-from streamadv.run.payloads import REPLY_BYTES
+from streamadv.run.packets import REPLY_BYTES
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer import fetch as module
@@ -104,7 +104,7 @@ def test_what_was_read_ahead_for_another_batch_is_not_taken(joined: Run) -> None
 
 
 def test_reading_stops_between_two_replies(joined: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamadv.run.payloads.REPLY_BYTES", 1)
+    monkeypatch.setattr("streamadv.run.packets.REPLY_BYTES", 1)
     assert REPLY_BYTES > 1
     stored = StoredGroups(0, 6)
     store(joined, stored)

@@ -1,4 +1,4 @@
-"""docs/train/logging.md names every figure, and its example for any tracker logs them."""
+"""docs/reference/batch-metrics.md names every figure; the example of docs/train/logging.md logs them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import delivered_batch, join, next_batch, producing, push_groups
 
-PAGE = Path(sa.__file__).parents[1] / "docs" / "train" / "logging.md"
+DOCS = Path(sa.__file__).parents[1] / "docs"
+PAGE = DOCS / "reference" / "batch-metrics.md"
 
 
 def test_the_example_for_any_tracker_logs_every_figure_of_every_batch(fake: Connection) -> None:
-    block = PAGE.read_text().split("Any other tracker")[1].split("```python\n")[1].split("```")[0]
+    block = (
+        (DOCS / "train" / "logging.md")
+        .read_text()
+        .split("Any other tracker")[1]
+        .split("```python\n")[1]
+        .split("```")[0]
+    )
     with producing(fake, "r") as producer:
         push_groups(producer, 2, data_source="math", model_version=0)
     real = TrainerQueue(fake, "r", batch_groups=1, prefetch=0)
