@@ -14,7 +14,7 @@ SITE := site
 SCHEDULES := 1000
 SEED := 0
 
-.PHONY: help demo bench experiment quick test test-all test-release world test-deploy test-integrations test-observability test-browser chaos soak compat fuzz names docs lint format clean
+.PHONY: help demo bench experiment quick test test-all test-release world test-deploy test-integrations test-observability test-browser release-check chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-observability   a real Prometheus watches eleven faults, then a healthy run for"
 	@echo "             STREAMADV_OBSERVABILITY_MINUTES (10); Debian's prometheus is fetched if it is not there"
 	@echo "make test-browser  the page of \`streamadv view\` in a real Chromium; Debian's is fetched if it is not there"
+	@echo "make release-check  builds wheel and sdist, installs them into new environments, and runs the README's program there"
 	@echo "make test-deploy  renders and checks the Helm chart, lints Dockerfile and compose, in an environment of their own"
 	@echo "make chaos   processes and servers are killed for STREAMADV_CHAOS_SECONDS (120), STREAMADV_CHAOS_SEED (1)"
 	@echo "make soak    thousands of small batches for STREAMADV_SOAK_MINUTES (10): prints what has changed, fails on growth"
@@ -78,6 +79,9 @@ test-observability: $(VENV)/test.installed
 
 test-browser: $(VENV)/test.installed
 	PATH="$$(tests/browser/fetch.sh):$$PATH" STREAMADV_BROWSER=1 $(VENV)/bin/python -m pytest tests/browser $(ARGS)
+
+release-check: $(VENV)/test.installed
+	CI=1 $(VENV)/bin/python -m pytest tests/commands/test_installation.py -v $(ARGS)
 
 test-deploy:
 	$(MAKE) --no-print-directory VENV=$(VENV)-deploy $(VENV)-deploy/test,deploy.installed

@@ -32,7 +32,7 @@ from streamadv.store.credentials import PREFIX
 ROOT: Final = Path(__file__).parents[2]
 #: Files of the checkout that are pages of the site.
 OUTSIDE: Final = {
-    "README.md": "index.md",
+    "README.md": "start/readme.md",
     "ARCHITECTURE.md": "project/architecture.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
@@ -40,7 +40,7 @@ OUTSIDE: Final = {
     "CHANGELOG.md": "project/changelog.md",
 }
 MARKER: Final = re.compile(r"^<!-- generated: (\w+)(?: (\S+))? -->$", re.MULTILINE)
-LINK: Final = re.compile(r"(?<!!)\[([^\]\n]*(?:\n[^\]\n]*)?)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+LINK: Final = re.compile(r"\[([^\]\n]*(?:\n[^\]\n]*)?)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 LOADED: Final = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 HELP_COLUMNS: Final = 100
 #: Members without underscore that only the package itself uses.

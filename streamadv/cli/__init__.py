@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from .. import __version__, tracing
@@ -22,6 +23,7 @@ from ..extras import require
 from ..logs import announce, set_up_logging
 from ..messages import log_fields
 from ..plugins import import_module
+from ..processes.project import FILE, read_project
 from ..run import Run, find_run
 from ..settings import Settings, likely_typos, load_settings
 from ..store.connection import Connection
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = words.index(SEPARATOR)
         words, commands = words[:at], [words[at + 1 :]]
     try:
+        if words[:1] == ["up"] and Path(FILE).exists():
+            options, in_file = read_project(Path(FILE))
+            words, commands = ["up", *options, *words[1:]], commands or in_file  # those given last win
         arguments = make_parser(words).parse_args(words, argparse.Namespace(commands=commands))
         _set_up_logging(words[0], arguments)
         for message in likely_typos():

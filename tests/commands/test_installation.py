@@ -27,6 +27,7 @@ import pytest
 from streamadv.grouping.groups_log import read_log
 from streamadv.run import Run
 from streamadv.store.connection import Connection
+from tests.docs.story import SHELLS, blocks_of
 from tests.support import join, ledger, problems
 
 pytestmark = [
@@ -38,6 +39,19 @@ ROOT: Final = Path(__file__).parents[2]
 LIMIT_S: Final = 600.0
 VERSIONS: Final = ("3.11", "3.12", "3.13")
 PYTHONS: Final = ("oldest", "newest")
+
+#: What the package is made of.
+SUFFIXES: Final = (".py", ".lua", ".html", ".css", ".js", ".toml", ".jsonl")
+#: What a source distribution has beside the package.
+BESIDE: Final = (
+    "pyproject.toml",
+    "PKG-INFO",
+    ".gitignore",
+    "README.md",
+    "LICENSE",
+    "SECURITY.md",
+    "CHANGELOG.md",
+)
 
 PRODUCER: Final = """
 import streamadv as sa
@@ -181,18 +195,29 @@ def with_demo(with_torch: Environment, wheel: Path) -> Environment:
     return with_torch
 
 
+def files_of(*folders: str) -> Iterator[str]:
+    """What git knows in these folders: nothing else may be in a distribution, and nothing of it may be missing."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", *folders]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no checkout of git")
+    for name in listed.stdout.splitlines():
+        assert Path(name).suffix in SUFFIXES or name == "streamadv/py.typed", f"{name} would be installed"
+        if (ROOT / name).exists():
+            yield name
+
+
 def test_the_distributions_hold_what_an_installation_needs(built: Path, wheel: Path) -> None:
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
-        packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "streamadv/version.py"} <= packed
+        packed = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
         entry_points = archive.read(metadata.replace("METADATA", "entry_points.txt")).decode()
         described = message_from_string(archive.read(metadata).decode())
-    files = {*(ROOT / "streamadv").rglob("*.py"), *(ROOT / "streamadv").rglob("*.lua")}
-    assert {str(file.relative_to(ROOT)) for file in files} | {"streamadv/py.typed"} <= names
+    assert {name for name in names if ".dist-info/" not in name} == set(files_of("streamadv", "workers"))
+    assert packed == {*files_of("streamadv", "workers"), *BESIDE}
     assert {name.partition("/")[0] for name in names} == {"streamadv", "workers", metadata.partition("/")[0]}
     assert re.findall(r"^\[(.*)\]$", entry_points, re.MULTILINE) == [
         "console_scripts"
@@ -344,3 +369,31 @@ def test_the_demo_runs_from_the_wheel(with_demo: Environment) -> None:
     words = ("--maps", "random", "--updates", "1", "--no-kill", "--json", "demo.json")
     with_demo.output("streamadv", "demo", *words)
     assert json.loads((with_demo.folder / "demo.json").read_text())["balanced"] is True
+
+
+def test_the_program_of_the_readme_runs_from_the_wheel(with_demo: Environment) -> None:
+    folder = with_demo.folder / "readme"
+    folder.mkdir()
+    for block in blocks_of("README.md"):
+        if block.language == "python":
+            (folder / block.title.removeprefix('title="').rstrip('"')).write_text(block.code)
+    (command,) = (
+        block.code
+        for block in blocks_of("README.md")
+        if block.language in SHELLS and block.first_line.startswith("streamadv up")
+    )
+    path = f"{with_demo.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", command],
+        **{"cwd": folder, "capture_output": True, "text": True, "check": False, "timeout": LIMIT_S},
+        env={**with_demo.variables(None), "PATH": path},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "trainer | version 20: " in done.stdout
+    assert (folder / "checkpoints" / "20" / "logits.pt").exists()
+
+
+def test_the_example_is_written_from_the_wheel(with_demo: Environment) -> None:
+    printed = with_demo.output("streamadv", "up", "--example", "tool_use")
+    assert all((with_demo.folder / name).exists() for name in printed.split())
+    assert "tool_use/trainer.py" in printed

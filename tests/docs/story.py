@@ -31,7 +31,7 @@ ROOT: Final = Path(__file__).parents[2]
 GIVEN: Final = Path(__file__).parent / "given"
 SHELLS: Final = ("bash", "sh")
 #: Languages of blocks that are read and not run. A block without a language could be meant to run.
-SHOWN: Final = ("conf", "json", "text", "yaml")
+SHOWN: Final = ("conf", "json", "text", "toml", "yaml")
 PRINTS: Final = 'title="prints"'
 EXAMPLE: Final = 'title="prints, for example"'
 NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")

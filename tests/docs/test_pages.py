@@ -33,13 +33,16 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
     },
     "docs/start/install.md": {"pip install streamadv": "tests of installations do it with the built wheel"},
     "docs/start/tutorial.md": {INSTALL: "the same"},
+    "docs/start/project.md": {
+        "cd tool_use && streamadv up": "tests/commands/test_project.py runs and kills it"
+    },
     "docs/operate/view.md": {
         "pip install 'streamadv[view]'": "it serves until Ctrl-C; tests/commands/test_view.py"
     },
     "docs/start/demo.md": {
         'make demo ARGS="--metrics-port 9101"': "needs a Prometheus; tests/unit/demo compares its file with the ports"
     },
-    "deploy/README.md": {"docker build --file deploy/Dockerfile --tag streamadv:0.2.0 .": "needs Docker"},
+    "deploy/README.md": {"docker build --file deploy/Dockerfile --tag streamadv:0.3.0 .": "needs Docker"},
     "docs/produce/any-agent.md": {
         "pip install 'streamadv[gateway]'": "needs engines; tests/gateway plays with the same commands",
         GATEWAY_RUN: "needs the gateway of the block before",

@@ -1,7 +1,7 @@
 """The boards and alerts on the real thing: a healthy run, then eleven faults, watched by a real Prometheus.
 
 `make test-observability` (STREAMADV_OBSERVABILITY=1); the healthy run takes STREAMADV_OBSERVABILITY_MINUTES (10).
-With STREAMADV_OBSERVABILITY_OUT=DIR the results are written there, for `tests.observability.picture`.
+With STREAMADV_OBSERVABILITY_OUT=DIR the results are written there.
 """
 
 from __future__ import annotations

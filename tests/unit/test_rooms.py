@@ -33,6 +33,8 @@ WITH_EXTRAS = (
 #: The package's face may be used by what stands beside the pipeline, as any user would.
 USERS = ("processes", "demo", "cli")
 PACKAGE = Path(str(resources.files("streamadv")))
+#: Files that `streamadv up --example` writes: programs of users.
+PROJECTS = PACKAGE / "projects"
 
 
 def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
@@ -56,8 +58,12 @@ def modules(room: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{room}.py"]
 
 
+def all_modules() -> list[Path]:
+    return [file for file in PACKAGE.rglob("*.py") if PROJECTS not in file.parents]
+
+
 def test_every_module_has_a_room() -> None:
-    names = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in PACKAGE.rglob("*.py")}
+    names = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in all_modules()}
     assert names - {"__init__", "__main__"} == set(ROOMS)
 
 
@@ -79,7 +85,7 @@ def test_the_maths_load_nothing_of_the_pipeline() -> None:
 @pytest.mark.processes
 def test_a_base_installation_imports_all_that_does_not_compute() -> None:
     """Without the extras' packages; where they are installed, the same modules do not import them."""
-    names = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py")]
+    names = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in all_modules()]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
     base = [name for name in names if not f"{name}.".startswith(tuple(f"{room}." for room in WITH_EXTRAS))]
     assert {
