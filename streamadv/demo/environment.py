@@ -10,9 +10,11 @@ goes on stepping it, while here an episode that has ended leaves the lock-step.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import gymnasium
@@ -34,6 +36,18 @@ MAX_LENGTH: Final = PROMPT_LENGTH + 2 * MAX_TURNS
 
 Map = tuple[str, ...]  # four rows of four letters
 FIXED_MAP: Final[Map] = tuple(MAPS["4x4"])
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer.json that makes words of the tokens; returns its path."""
+    cells = [f"row{cell // SIZE}col{cell % SIZE}" for cell in range(CELLS)]
+    words = ["map", *MAP_TOKENS, *cells, "left", "down", "right", "up"]
+    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "map"}
+    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    splits = {"pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": []}
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", **dict.fromkeys(parts), **splits, "model": model}))
+    return path
 
 
 @dataclass(slots=True)

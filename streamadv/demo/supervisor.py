@@ -22,6 +22,7 @@ from ..status import Status, read_status
 from ..store.connection import Connection
 from ..store.credentials import environment_with
 from ..store.embedded import EmbeddedServer
+from .environment import write_tokenizer
 from .progress import Kill, Progress
 from .settings import ADVANTAGE_WORKERS, ROLLOUT_PROCESSES, DemoSettings
 from .view import View
@@ -62,15 +63,19 @@ def demonstrate(
             url = stack.enter_context(EmbeddedServer(binary=server_binary)).url
         connection = stack.enter_context(Connection(url))
         connection.wait_until_ready(on_wait=unless_interrupted)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-demo-")))
         run = open_run(
             connection,
             settings.run,
-            RunSettings(zero_variance_filter=True, group_deadline_s=GROUP_DEADLINE_S),
+            RunSettings(
+                zero_variance_filter=True,
+                group_deadline_s=GROUP_DEADLINE_S,
+                tokenizer=str(write_tokenizer(directory)),
+            ),
         )
         conductor = Conductor(Progress(settings), lambda: read_status(run), view, kill=kill)
         if page is not None:
             view.say(f"view {stack.enter_context(page(url, settings.run))}")
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamadv-demo-")))
         settings.write(directory)
         plan = plan_of(settings, url, directory, conductor.listener, view.say, metrics_port)
         conductor.conduct(plan, signals)

@@ -20,9 +20,9 @@ from typing import Any
 
 import orjson
 from aiohttp import ClientSession, TCPConnector, web
+from streamadv.store.addresses import free_port
 
 from streamadv.gateway import Keys
-from streamadv.store.addresses import free_port
 from streamadv.store.embedded import EmbeddedServer
 
 RUN, PROMPT = "cost", 500

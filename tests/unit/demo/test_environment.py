@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from streamadv.demo.environment import (
     MAX_LENGTH,
     NUM_ACTIONS,
     PROMPT_LENGTH,
+    VOCABULARY,
     Episode,
     Lakes,
     Map,
     draw_map,
+    prompt,
+    write_tokenizer,
 )
 from streamadv.demo.policy import log_probs_and_entropy, play, seeded_policy
 from streamadv.demo.settings import MAX_TURNS
@@ -126,3 +130,14 @@ def test_first_policy_is_uniform_whatever_the_seed() -> None:
     for seed in (0, 1):
         logits = seeded_policy(seed)(torch.tensor([[BOS, 1, 2, FIRST_POSITION]]))
         assert torch.equal(logits, torch.zeros(1, 4, NUM_ACTIONS))
+
+
+def test_the_tokenizer_says_what_is_played(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    episode = prompt(FIXED_MAP)
+    episode.observe(FIXED_MAP, 5)
+    episode.act(3, -1.0)
+    tokenizer = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path)))
+    words = tokenizer.decode(episode.input_ids)
+    assert words == f"map {' '.join(''.join(FIXED_MAP))} row1col1 up"
+    assert tokenizer.get_vocab_size() == VOCABULARY
