@@ -20,10 +20,9 @@ from typing import Any
 
 import orjson
 from aiohttp import ClientSession, TCPConnector, web
-from streamadv.store.addresses import free_port
 
 from streamadv.gateway import Keys
-from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer, free_port
 
 RUN, PROMPT = "cost", 500
 TICKS = os.sysconf("SC_CLK_TCK")
