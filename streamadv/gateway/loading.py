@@ -42,7 +42,8 @@ class Loading:
         try:
             await producer._drive(producer._logic.membership.send_heartbeat(), patient=False)
         except HEARTBEAT_ERRORS as error:
-            logger.debug("no look for weights: %s", error)
+            fields = log_fields("weights_not_looked_for", role="gateway")
+            logger.debug("no look for weights: %s", error, extra=fields)
         weights = producer.weights
         for engine in () if weights is None else engines.all:
             assert weights is not None
