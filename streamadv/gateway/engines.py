@@ -47,6 +47,7 @@ class Engine:
     version: int | None = None
     is_told: bool = False  # its version, by an operator
     renders: bool = False  # token in, token out
+    is_loaded: bool = False  # with weights of the run, by this gateway
     is_known: bool = False  # it has said what it can do
 
 
@@ -232,7 +233,7 @@ class Engines:
             await self._look(engine)
         try:
             async with asyncio.timeout(self._answer_s):
-                while self._load is not None and engine.version is None:
+                while self._load is not None and not engine.is_loaded:
                     await asyncio.sleep(PAUSE_S)
                     engine = self.place(rollout)
         except TimeoutError:

@@ -48,6 +48,7 @@ class Loading:
         for engine in () if weights is None else engines.all:
             assert weights is not None
             if self._has.get(engine.url) != weights or engine.version != weights.version:
+                engine.is_loaded = engine.is_loaded and engine.version is not None  # else started anew
                 await self._load(engines, engine, weights)
 
     async def _load(self, engines: Engines, engine: Engine, weights: Weights) -> None:
@@ -64,7 +65,7 @@ class Loading:
         except (CommandError, SettingError, OSError) as error:
             self._say(engine, weights, one_line(str(error)))
             return
-        self._has[engine.url], engine.version = weights, weights.version
+        self._has[engine.url], engine.version, engine.is_loaded = weights, weights.version, True
         self._said.pop(engine.url, None)
         fields = log_fields("weights_loaded", role="gateway")
         logger.info("engine %s has the weights of version %d", engine.url, weights.version, extra=fields)

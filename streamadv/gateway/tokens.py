@@ -49,8 +49,9 @@ class TokenMode:
         asked["token_ids"] = prompt = await self._continued(session, request, at, asked["token_ids"])
         asked["sampling_params"]["logprobs"] = 0
         made, version = await self._engines.ask(session, _GENERATE, {**asked, "stream": False})
+        spoken = {**made, "choices": [_without_end(choice) for choice in made["choices"]]}
         read = {
-            "generate_response": made, "prompt_tokens": len(prompt), "prompt_token_ids": prompt[-_TAIL:],
+            "generate_response": spoken, "prompt_tokens": len(prompt), "prompt_token_ids": prompt[-_TAIL:],
             "chat_request": {**request, "stream": False}, "model": request["model"],
         }  # fmt: skip
         answer, _ = await self._engines.ask(session, _DERENDER, read)
@@ -94,6 +95,16 @@ class TokenMode:
                 return None
             raise
         return _common_end(prompt, answer["token_ids"])
+
+
+def _without_end(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A choice without the token that ended it, which an engine with a parser would write into the message."""
+    ids, log_probs = choice["token_ids"], choice.get("logprobs") or {}
+    has_end = choice.get("finish_reason") in _ENDED and not isinstance(choice.get("stop_reason"), str)
+    if not has_end or len(ids) < 2:
+        return choice
+    listed = {**log_probs, "content": (log_probs.get("content") or [])[:-1]}
+    return {**choice, "token_ids": ids[:-1], "logprobs": listed}
 
 
 def _common_end(first: list[int], second: list[int]) -> list[int]:

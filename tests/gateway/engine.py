@@ -129,6 +129,7 @@ class Engine(FakeEngine):
         choices = []
         for choice in asked["generate_response"]["choices"]:
             text = bytes(token for token in choice["token_ids"] if token < END).decode()
+            text += "<|end|>" * choice["token_ids"].count(END)  # as vLLM does that has a parser
             for stop in asked["chat_request"].get("stop") or ():
                 text = text.removesuffix(stop)
             message = message_of(text)
