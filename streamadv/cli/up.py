@@ -59,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="MODULE:FUNCTION",
-        help="a scorer that calls it, see `streamadv worker scorer`; the run has it under the function's name; may be "
+        help="a scorer that calls it, see streamadv worker scorer; the run has it under the function's name; may be "
         "given several times",
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="keep the server's data there")
@@ -74,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
         "--example",
         choices=EXAMPLES,
         help="start nothing, and write a project into a folder of this name: agent, judge, trainer and settings, to "
-        "be run by `streamadv up` there, and to be changed",
+        "be run by streamadv up there, and to be changed",
     )
     parser.add_argument(
         "--engine",

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "note_failure", "reclaim", "reject", "unapply_batch", "unname_batch", "withdraw",
     "turn", "share", "archived",
     "describe_prompts", "end_prompts", "lease_prompt", "leave_prompts", "read_prompt_ends", "set_back_prompts",
+    "select_prompts", "skip_prompts",
 }  # fmt: skip
 
 

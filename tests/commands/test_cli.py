@@ -56,7 +56,7 @@ def test_an_error_is_one_line_and_a_status(
     def fail() -> Any:
         raise error
 
-    monkeypatch.setattr("streamadv.cli.config.trajectory_json_schema", fail)
+    monkeypatch.setattr("streamadv.cli.schema.trajectory_json_schema", fail)
     assert cli.main(["schema"]) == status
     assert capsys.readouterr().err == message
 
@@ -65,7 +65,7 @@ def test_an_unexpected_error_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -
     def fail() -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("streamadv.cli.config.trajectory_json_schema", fail)
+    monkeypatch.setattr("streamadv.cli.schema.trajectory_json_schema", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main(["schema"])
 
