@@ -95,7 +95,7 @@ OBSERVER: Final = Role(
         "prompts prompt_state prompt_entries": "hgetall",
         "prompt_given_up": "zrange",
         "prompt_ends": "xrevrange",
-        "kept": "xrange",
+        "kept": "xrange xrevrange",
     },
     scripts=False,
 )

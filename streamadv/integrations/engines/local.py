@@ -37,7 +37,7 @@ class LocalEngine:
 
     Args:
         model: `model(input_ids=, attention_mask=, position_ids=)` returns an object with `logits` [B, T, V]. If that
-            also has `past_key_values`, the next call gets them, and the new tokens alone.
+            also has `cache` (older: `past_key_values`), the next call gets it, and the new tokens alone.
         stop_ids: tokens that end a completion; they are part of it.
         max_batch: requests sampled together.
         version: of the weights; `load` sets another one.
@@ -155,8 +155,9 @@ class LocalEngine:
                     full = len(ids[number]) >= asked.max_tokens
                     reasons[number] = "stop" if ended else LENGTH if full else None
             padded = torch.cat([padded, sampled], 1)
-            past = getattr(output, "past_key_values", None)
-            unread, cache = (padded, {}) if past is None else (sampled, {"past_key_values": past})
+            kept = "cache" if hasattr(output, "cache") else "past_key_values"
+            past = getattr(output, kept, None)
+            unread, cache = (padded, {}) if past is None else (sampled, {kept: past})
             mask = torch.cat([mask, torch.ones_like(sampled)], 1)
         answers = zip(batch, ids, log_probs, reasons, strict=True)
         return [Completion(asked.prompt, tokens, logs, why, version) for asked, tokens, logs, why in answers]
