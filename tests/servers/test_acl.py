@@ -329,7 +329,8 @@ def test_an_observer_can_look_and_needs_all_it_is_allowed(
     assert f"\n{RUN}  " in out
     assert "\nother  " in out
     assert "not readable for this user" in out
-    assert sorted(keyed(used) ^ rules(acl.OBSERVER)) == []
+    by_archive = {("xrevrange", "kept")}  # the archiver alone asks for the newest entry, see below
+    assert sorted(keyed(used) ^ (rules(acl.OBSERVER) - by_archive)) == []
     for words in (["dead", "purge", "g0000"], ["dead", "requeue", "--all"], ["runs", "delete", "--force"]):
         assert cli.main([*words, "--run", RUN]) == 1, words
         assert "permission" in capsys.readouterr().err
@@ -374,6 +375,7 @@ def test_an_observer_can_archive_and_rewind_what_is_kept(
     out = capsys.readouterr().out
     assert "archived 2 groups, 4 rollouts" in out
     assert "bit-identical" in out
+    assert ("xrevrange", "kept") in keyed(used)
     assert sorted(keyed(used) - rules(acl.OBSERVER)) == []
     assert dump(empty) == before
 

@@ -112,7 +112,7 @@ def test_shares_are_selected_once_an_epoch(redis_url: str, run: str) -> None:
         assert Counter(source_of(group) for group in before) == {"easy": 4, "hard": 8}
         for group in before:
             play(group, 1.0 if source_of(group) == "easy" else None)
-        with queue_of(redis_url, run) as queue:
+        with queue_of(redis_url, run, max_staleness=8) as queue:
             train(queue, joined, 6)
             queue.commit(queue.state_dict())
             after = [next(each)[1] for each in itertools.islice(itertools.cycle((groups, others)), 12)]
