@@ -94,7 +94,7 @@ test-browser: $(VENV)/test.installed
 	PATH="$$(tests/browser/fetch.sh):$$PATH" STREAMADV_BROWSER=1 $(VENV)/bin/python -m pytest tests/browser $(ARGS)
 
 release-check: $(VENV)/test.installed
-	CI=1 $(VENV)/bin/python -m pytest tests/commands/test_installation.py -v $(ARGS)
+	CI=1 STREAMADV_RELEASE_CHECK=1 $(VENV)/bin/python -m pytest tests/commands/test_installation.py -v $(ARGS)
 
 test-deploy:
 	$(MAKE) --no-print-directory VENV=$(VENV)-deploy $(VENV)-deploy/test,deploy.installed

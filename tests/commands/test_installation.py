@@ -371,6 +371,7 @@ def test_the_demo_runs_from_the_wheel(with_demo: Environment) -> None:
     assert json.loads((with_demo.folder / "demo.json").read_text())["balanced"] is True
 
 
+@pytest.mark.skipif(not os.environ.get("STREAMADV_RELEASE_CHECK"), reason="`make release-check` runs it")
 def test_the_program_of_the_readme_runs_from_the_wheel(with_demo: Environment) -> None:
     folder = with_demo.folder / "readme"
     folder.mkdir()
@@ -393,6 +394,7 @@ def test_the_program_of_the_readme_runs_from_the_wheel(with_demo: Environment) -
     assert (folder / "checkpoints" / "20" / "logits.pt").exists()
 
 
+@pytest.mark.skipif(not os.environ.get("STREAMADV_RELEASE_CHECK"), reason="`make release-check` runs it")
 def test_the_example_is_written_from_the_wheel(with_demo: Environment) -> None:
     printed = with_demo.output("streamadv", "up", "--example", "tool_use")
     assert all((with_demo.folder / name).exists() for name in printed.split())
