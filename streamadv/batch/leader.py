@@ -190,7 +190,7 @@ class Leader(Session):
         return True
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:
-        """Up to `limit` groups for batch k, and whether others were dropped in front of them."""
+        """Up to `limit` groups for batch k, and whether a look at what follows could bring more."""
         rules = NamingRules(
             drop_after=self._settings.drop_after,
             needs=self._settings.needs,
@@ -210,7 +210,7 @@ class Leader(Session):
         fit, unfit = choose(self._candidates, k, limit, rules)
         # An entry that a server has lost since would make a copy of the one that came again.
         if unfit and not self.has_same_servers():
-            return [], False
+            return [], True  # what the logs hold is not known, so the run must not end by this look
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         drop(self.run, unfit, self.epoch, k, rules.drop_after)
         for group, reason in unfit:

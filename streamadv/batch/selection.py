@@ -25,9 +25,8 @@ class NamingRules:
     rolled_back_above: int | None = None  # version restored by load_state_dict
     #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
     branch: int = 0
-    quotas: Mapping[str, float] = field(
-        default_factory=dict
-    )  # data source -> weight; none: the oldest groups
+    #: Data source -> weight. Without any, the oldest groups make a batch.
+    quotas: Mapping[str, float] = field(default_factory=dict)
     named: Container[str] = frozenset()  # groups in batches that are yet to be trained, by `identity`
     tries: Mapping[str, str] = field(default_factory=dict)  # of prompts in the weights: prompt -> group
 
