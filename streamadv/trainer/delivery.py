@@ -57,9 +57,8 @@ class PackedShare:
     row_extras: RowExtras
     has: Mapping[str, Tensor]  # [rows], of the columns that a part of the batch lacks
     results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
-    late: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # [N]: late columns, and what was made after them
+    #: [N]: late columns, and what was made after them.
+    late: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def deliver(
