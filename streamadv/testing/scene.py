@@ -113,11 +113,13 @@ class Scene:
     """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
+    calm_s: float
+    """Seconds of the world after which nothing fails any more."""
 
 
 #: Of all schedules, those whose scene has everything that is drawn for it. In the others few producers push few groups,
 #: and a feature is there with this probability each: most faults need no more, and a small schedule takes a third.
-LARGE: Final = 0.08
+LARGE: Final = 0.03
 FEATURE: Final = 0.1
 #: Whether a producer carries an operation out at one of its PLACES, in large and in small scenes.
 OPERATES: Final = (0.5, 0.3)
@@ -154,7 +156,7 @@ def draw_scene(world: World) -> Scene:
             if drawn is not None:
                 operations.append((place, *drawn))
         hands = pick(f"p{number}/hands", 1, 1, 2, 3)
-        lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 45.0, often=0.3)
+        lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 45.0, often=0.1)
         ends = pick(f"p{number}/ends", "finish", "finish", "close")
         plays = pick(f"p{number}/plays", 0.0, 0.2, 3.0, 6.0)
         producers.append(
@@ -169,7 +171,7 @@ def draw_scene(world: World) -> Scene:
         ranks=pick("ranks", 1, 2, often=2 * FEATURE),
         batch_groups=pick("batch_groups", 2, 1),
         max_staleness=pick("max_staleness", -1, 1, 1, 2),
-        deadline_s=pick("deadline_s", 20.0, 120.0, 4.0, often=0.5),
+        deadline_s=pick("deadline_s", 20.0, *((120.0, 4.0) if is_large else (12.0, 12.0, 4.0))),
         save_every=pick("save_every", 1, 2, 3),
         prefetch=pick("prefetch", 1, 0),
         each_batch=pick("each_batch", False, True),
@@ -182,4 +184,5 @@ def draw_scene(world: World) -> Scene:
         prompts=pick("prompts", 0, 5, often=FEATURE),
         groupers=pick("groupers", 1, 2, often=2 * FEATURE),
         successor_s=pick("successor_s", 0.0, 6.0, 12.0, 25.0, often=2 * FEATURE),
+        calm_s=pick("calm_s", 60.0, *(() if is_large else (10.0, 20.0, 20.0, 30.0))),
     )
