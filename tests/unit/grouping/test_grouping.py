@@ -277,7 +277,9 @@ def test_a_take_that_is_repeated_changes_nothing(fake: Connection) -> None:
     assert problems(run) == []
 
 
-@pytest.mark.parametrize("record", [trajectory("g", 0, 1), ended("g", 0, 1, "failed")], ids=["usable", "failed"])
+@pytest.mark.parametrize(
+    "record", [trajectory("g", 0, 1), ended("g", 0, 1, "failed")], ids=["usable", "failed"]
+)
 def test_a_packet_that_was_lost_is_not_taken_for_the_one_that_has_its_id(
     fake: Connection, record: Trajectory
 ) -> None:
