@@ -119,6 +119,8 @@ class Pipeline:
         self.archived: list[Record] = []
         self.forgotten: list[float] = []
         """When the server lost writes, and the run has not noted its servers."""
+        self.prompts_over: list[float] = []
+        """When producers were told that all prompts have ended."""
         self.played_late = False
         """Whether a group begun ahead had to wait for longer than its deadline."""
         self.ended = False
