@@ -167,7 +167,7 @@ class PromptSet:
         for field, mine in asdict(self).items():
             if mine != (theirs := getattr(other, field)):
                 return f"{field} is {brief(mine)}, in the run {brief(theirs)}"
-        return ""
+        return "another release of streamadv has begun them"
 
     def locate(self, source: int, position: int) -> tuple[str, int, int]:
         """Source, epoch and index of a prompt. source: its number, from 1."""

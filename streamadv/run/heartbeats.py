@@ -18,6 +18,8 @@ HEARTBEAT_S: Final = 10.0
 SETTLE_S: Final = 1.5 * HEARTBEAT_S
 #: A reader writes this often: if the server refuses its writes, it refuses heartbeats too, and silence proves nothing.
 WRITE_S: Final = 5.0
+#: A producer or trainer silent for longer has missed a heartbeat, and may have ended: nobody knows what it does.
+HEARD_S: Final = HEARTBEAT_S + 2.0
 #: A producer silent for longer counts as lost (three missed heartbeats).
 PRODUCER_TIMEOUT_S: Final = 30.0
 #: A producer silent for longer is taken off the list, unless it has finished.
