@@ -79,6 +79,10 @@ class PromptSet:
     def _text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
+    def say_as(self, text: str) -> None:
+        """Have this text: what the run has of the same set, which another release may have written otherwise."""
+        vars(self)["_text"] = text
+
     @classmethod
     def from_text(cls, text: bytes | str) -> PromptSet:
         """Raises ValueError for what no producer of the run has written."""
