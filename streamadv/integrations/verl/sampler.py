@@ -150,7 +150,7 @@ class QueueSampler(ReplayBufferAsync):
         return {**self.queue.state_dict(), "verl": {"order": self._order, "fetched": self._fetched}}
 
     def _resume_order(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Go on where the data loader was. With a checkpoint that is not the newest what ended since is played again."""
+        """Go on where the data loader was. After an older checkpoint what has ended since is played again."""
         known, committed = state.get("verl", {}), 0
         with suppress(StreamadvError):  # the server may have lost the run
             committed = read_status(find_run(self._connection, self.options.run)).trainer.committed

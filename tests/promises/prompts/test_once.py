@@ -153,6 +153,15 @@ def test_other_prompts_under_the_same_name_are_refused(redis_url: str, run: str)
             next(producer.prompts(others, SIZE))
         with pytest.raises(SettingError, match="epochs is 3, in the run 2"):
             next(producer.prompts(prompts(epochs=3), SIZE))
+        with pytest.raises(SettingError, match="the number of prompts is 5, in the run 7"):
+            next(producer.prompts(sa.Prompts(range(5), epochs=EPOCHS), SIZE))
+        next(producer.prompts(sa.Prompts({"a": [1], "b": [2, 3]}, name="two"), SIZE))
+        for other, message in (
+            ({"a": [1], "b": [2]}, "the number of prompts of source 'b' is 1, in the run 2"),
+            ({"a": [1], "c": [2, 3]}, "the number of prompts of source 'b' is None, in the run 2"),
+        ):
+            with pytest.raises(SettingError, match=message):
+                next(producer.prompts(sa.Prompts(other, name="two"), SIZE))
 
 
 def test_prompts_are_leased_together_while_many_are_left(redis_url: str, run: str) -> None:
