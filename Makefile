@@ -1,6 +1,8 @@
 # `make demo` and `make test` need Python 3.11 or newer, pip and make; everything else goes into .venv.
 PYTHON ?= python3
 VENV := .venv
+# Tests and demo start hundreds of processes: each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 INTEGRATIONS := trl verifiers verl ray agents tinker trackers
 # Pages whose code runs in the environment: verl's needs GPUs.
 PAGE_trl := train/trl

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..messages import printable
 from ..run import Run
-from ..run.heartbeats import BEAT_S
+from ..run.heartbeats import HEARD_S
 from ..run.manifest import Manifest
 from ..status import Status, read_status
 from ..status.audit import Audit, audit
@@ -25,8 +25,6 @@ from . import FAILED, INTERRUPTED, add_one_shot_options, joined
 from .prompts import line_of
 
 WATCH_SECONDS: Final = 1.0
-#: A trainer silent for longer has missed a heartbeat, and may have ended: nobody knows what it does.
-HEARD_S: Final = BEAT_S + 2.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -208,7 +206,10 @@ def _people_lines(status: Status) -> Iterator[str]:
     for producer in status.producers:
         heard = seconds_text(producer.silent_s)
         state = {"open": "alive", "lost": "DEAD"}.get(producer.state, producer.state)
-        yield f"producer {producer.name}: {state}, heard of {heard} ago"
+        plays = "" if producer.rollouts is None else f", {counted(producer.rollouts, 'rollout')} open"
+        if producer.rollouts:
+            plays += f", one without a turn for {seconds_text(producer.turn_s or 0)}"
+        yield f"producer {producer.name}: {state}, heard of {heard} ago{plays}"
 
 
 def _trainer_line(status: Status) -> str:

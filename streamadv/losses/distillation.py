@@ -57,8 +57,9 @@ def distill_top_k(logits: Tensor, teacher_log_probs: Tensor, teacher_ids: Tensor
             f"{[*teacher_log_probs.shape]}, and the positions of logits, {[*logits.shape]}"
         )
     is_token = (response_mask != 0)[..., None]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    chosen = logits.gather(-1, teacher_ids.long()) - torch.logsumexp(logits, -1, keepdim=True)
+    logits = kept(logits, is_token) / temperature
+    ids = teacher_ids.long().masked_fill(~is_token, 0)
+    chosen = logits.gather(-1, ids) - torch.logsumexp(logits, -1, keepdim=True)
     p = torch.where(is_token, chosen, 0.0)
     q = torch.where(is_token, teacher_log_probs.detach().to(p.dtype), 0.0)
     masses = {name: values.exp().sum(-1) for name, values in (("student_mass", p), ("teacher_mass", q))}

@@ -29,14 +29,18 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, response_mas
     return loss, {"critic/vf_clipfrac": masked_mean(held > plain, response_mask)}
 
 
-def entropy(logits: Tensor) -> Tensor:
+def entropy(logits: Tensor, response_mask: Tensor | None = None) -> Tensor:
     """The entropy of each distribution: logsumexp - sum_v p(v) logit(v), logits [..., V] to [...], float32 at least.
 
-    A loss of a policy takes it off: loss - 0.01 * aggregate(entropy(logits), mask). verl and ROLL
-    `entropy_from_logits`.
+    0 where `response_mask` [...] is 0, without a gradient, whatever stands there; None = everywhere. A loss of a policy
+    takes it off: loss - 0.01 * aggregate(entropy(logits, mask), mask). verl and ROLL `entropy_from_logits`.
     """
+    if response_mask is not None:
+        check_shapes(response_mask, "response_mask", logits=logits[..., 0])
+        logits = kept(logits, response_mask[..., None])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+    values = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+    return values if response_mask is None else kept(values, response_mask)
 
 
 def sum_pi_squared(logits: Tensor) -> Tensor:

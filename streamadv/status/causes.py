@@ -9,6 +9,7 @@ from typing import Final, Self
 
 from ..metrics import KEPT
 from ..run import Run
+from ..run.heartbeats import HEARD_S, PRODUCER_TIMEOUT_S
 from ..store.reasons import REASONS, Reason, pasteable
 from ..units import counted, seconds_text
 from .model import Ledger, Status, by_reason
@@ -35,8 +36,9 @@ UNCOMMITTED_SHARE: Final = 0.5
 UNCOMMITTED_BATCHES: Final = 50
 #: Reasons for which producers begin no groups.
 BRAKES: Final = ("max_bytes", "pacing", "archive")
-#: Shards named in one line.
+#: Shards, and producers, named in one line.
 MAX_SHARDS_LISTED: Final = 8
+MAX_PRODUCERS_LISTED: Final = 3
 
 
 def reasons_of(status: Status) -> list[Reason]:
@@ -143,7 +145,7 @@ def ordinary_wait(status: Status) -> Reason:
     return Reason(
         "groups_coming",
         f"{waiting} for a batch, {opened} open and {'lacks' if status.groups.open == 1 else 'lack'} "
-        f"{counted(status.groups.lack.rollouts, 'rollout')}, something moved {moved}",
+        f"{counted(status.groups.lack.rollouts, 'rollout')}, something moved {moved}{_missing(status)}",
     )
 
 
@@ -300,7 +302,7 @@ def _groups(status: Status) -> Iterator[Found]:
         yield (
             "incomplete_groups",
             f"{which}{_open_groups(status)} lack {lack.rollouts - in_streams} of {lack.places} rollouts"
-            f"{waiting}, {_quiet(status)}{_oldest(status)}",
+            f"{waiting}, {_quiet(status)}{_oldest(status)}{_missing(status)}",
         )
 
 
@@ -319,7 +321,8 @@ def _producers(status: Status) -> Iterator[Found]:
     if status.is_quiet and not open_groups and not is_braked and status.quiet_s is not None:
         yield (
             "producers_idle",
-            f"{counted(states['open'], 'producer is', 'producers are')} alive, no group is open, {_quiet(status)}",
+            f"{counted(states['open'], 'producer is', 'producers are')} alive, no group is open, {_quiet(status)}"
+            f"{_missing(status)}",
         )
 
 
@@ -346,6 +349,18 @@ def _has_all_pushed(status: Status) -> bool:
 def _quiet(status: Status) -> str:
     quiet_s = status.quiet_s
     return "nothing was ever pushed" if quiet_s is None else f"nothing moved for {quiet_s:.0f} s"
+
+
+def _missing(status: Status) -> str:
+    """The producers that have missed a heartbeat and are not lost yet."""
+    silent = [
+        producer for producer in status.producers if producer.state == "open" and producer.silent_s > HEARD_S
+    ]
+    if not silent:
+        return ""
+    names = ", ".join(f"{each.name} for {each.silent_s:.0f} s" for each in silent[:MAX_PRODUCERS_LISTED])
+    others = " and others" if len(silent) > MAX_PRODUCERS_LISTED else ""
+    return f", no heartbeat of producer {names}{others} (lost after {PRODUCER_TIMEOUT_S:.0f} s)"
 
 
 def _listed(shards: list[int]) -> str:

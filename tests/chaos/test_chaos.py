@@ -23,6 +23,7 @@ KINDS = (URL,) if URL else (*SERVERS, *GROUPS) if LONG else ("always",)
 
 
 @pytest.mark.timeout(SECONDS + 240)
+@pytest.mark.release
 @pytest.mark.parametrize("server", KINDS)
 def test_nothing_is_lost_and_nothing_trained_twice(
     server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

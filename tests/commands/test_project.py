@@ -144,6 +144,7 @@ def test_options_and_commands_that_are_given_win(
 @pytest.mark.processes
 @pytest.mark.server
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)
 def test_it_runs_is_killed_and_goes_on(folder: Path, up: Callable[..., subprocess.Popen[str]]) -> None:
     pytest.importorskip("transformers", reason="pip install 'streamadv[examples]'")

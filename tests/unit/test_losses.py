@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from streamadv import losses
+from streamadv.algorithms.kl import KL_PENALTIES
 from streamadv.errors import ArgumentError, OptionError
 from streamadv.losses import AGGREGATIONS
 from streamadv.trainer.microbatch import MicroBatch
@@ -97,21 +102,128 @@ def test_packed_and_padded_tokens_have_one_loss(
     )
 
 
-@pytest.mark.parametrize("function", LOSSES)
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_tokens_have_no_effect(function: Callable[..., losses.Loss], garbage: float) -> None:
-    batch = packed()
-    masked = batch.response_mask == 0
-    spoilt = {name: batch.columns[name].masked_fill(masked, garbage) for name in COLUMNS}
-    spoilt_batch = MicroBatch({**batch.columns, **spoilt}, LENGTHS, [], {})
-    results = []
-    for mb in (batch, spoilt_batch):
-        log_probs = mb.log_probs.clone().requires_grad_()
-        loss = loss_of(function, mb, log_probs)
-        loss.sum().backward()
-        results.append((loss.detach(), log_probs.grad))
-        assert not loss[masked].any()
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+#: Every loss with the options that change which of its inputs are read.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("cispo", {}),
+    ("cispo", {"unified_mask": True}),
+    ("clip_cov", {"share": 0.3, "band": (-9.0, 9.0)}),
+    *[
+        ("distill", {"penalty": penalty, "bound": bound})
+        for penalty in KL_PENALTIES
+        for bound in (10.0, None)
+    ],
+    *[
+        ("distill_top_k", {"beta": beta, "tail": tail, "least": least, "temperature": temperature})
+        for beta, tail, least, temperature in itertools.product(
+            (0.0, 0.4, 1.0), (False, True), (-10.0, None), (1.0, 0.7)
+        )
+    ],
+    ("dppo", {"divergence": "tv"}),
+    ("dppo", {"divergence": "kl"}),
+    ("dro", {"beta": 0.3}),
+    ("entropy", {}),
+    ("gmpo", {}),
+    ("gspo", {}),
+    ("high_entropy_mask", {"top": 0.4}),
+    ("icepop", {}),
+    ("icepop", {"unified_mask": True}),
+    ("kl_cov", {"share": 0.3}),
+    ("ppo_clip", {}),
+    ("ppo_clip", {"dual_clip": None}),
+    ("reinforce", {}),
+    ("row_clip", {}),
+    ("sapo", {}),
+    ("sft", {}),
+    ("topr", {}),
+    ("value_clip", {"clip": 0.2}),
+    ("value_clip", {"clip": None}),
+    ("vespo", {}),
+]
+GARBAGE = [math.nan, math.inf, -math.inf, 3e38, -3e38]
+
+
+def test_every_loss_has_a_case_of_masked_tokens() -> None:
+    losses_of_tokens = {name for name in losses.__all__ if "response_mask" in parameters_of(name)}
+    assert {name for name, _ in CASES} | {"aggregate"} == losses_of_tokens
+
+
+def parameters_of(name: str) -> set[str]:
+    value = getattr(losses, name)
+    return set(inspect.signature(value).parameters) if inspect.isfunction(value) else set()
+
+
+def drawn_inputs(seed: int) -> dict[str, Tensor]:
+    """Three rows of seven tokens with holes, the last row without a token; all that a loss may ask for."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(3, 7, *shape, generator=random, dtype=torch.float64)
+
+    mask = (torch.rand(3, 7, generator=random) < 0.6).long()
+    mask[2] = 0
+    log_probs = -normal().abs()
+    teacher, ids = normal(9).log_softmax(-1).topk(4)
+    return {
+        "response_mask": mask,
+        "log_probs": log_probs,
+        "old_log_probs": log_probs + 0.5 * normal(),
+        "advantages": normal(),
+        "weights": normal().abs(),
+        "scores": normal(),
+        "values": normal(),
+        "old_values": normal(),
+        "returns": normal(),
+        "entropies": normal().abs(),
+        "logits": normal(9),
+        "teacher_log_probs": -normal().abs(),
+        "top_log_probs": teacher,
+        "teacher_ids": ids,
+    }
+
+
+def results_of(name: str, options: dict[str, Any], inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Values, metrics and gradients of a loss."""
+    given = {each: inputs[each] for each in parameters_of(name) & inputs.keys()}
+    if name == "distill_top_k":
+        given["teacher_log_probs"] = inputs["top_log_probs"]
+    if name == "clip_cov":
+        options = {**options, "generator": torch.Generator().manual_seed(0)}
+    trained = {
+        each: given[each].clone().requires_grad_()
+        for each in ("log_probs", "logits", "values")
+        if each in given
+    }
+    found = getattr(losses, name)(**given | trained, **options)
+    loss, metrics = found if isinstance(found, tuple) else (found, {})
+    gradients = []
+    if loss.requires_grad:
+        losses.aggregate(loss, inputs["response_mask"], "seq-mean-token-sum").backward()
+        gradients = [values.grad for values in trained.values() if values.grad is not None]
+        assert len(gradients) == len(trained)
+    return [loss.detach(), *metrics.values(), *gradients]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32), garbage=st.sampled_from(GARBAGE), data=st.data())
+def test_masked_tokens_have_no_effect(
+    name: str, options: dict[str, Any], seed: int, garbage: float, data: st.DataObject
+) -> None:
+    """Whatever stands there, in one input or in several: value, metrics and gradient keep their bits."""
+    inputs = drawn_inputs(seed)
+    masked = inputs["response_mask"] == 0
+    spoilt = data.draw(st.sets(st.sampled_from(sorted(inputs.keys() - {"response_mask"})), min_size=8))
+    dirty = dict(inputs)
+    for each in spoilt:
+        values = inputs[each].clone()
+        values[masked] = (
+            garbage if values.is_floating_point() else data.draw(st.sampled_from([-1, -100, 2**40]))
+        )
+        dirty[each] = values
+    clean = results_of(name, options, inputs)
+    assert all(values.isfinite().all() for values in clean)
+    assert not clean[0][masked].any()
+    torch.testing.assert_close(results_of(name, options, dirty), clean, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("function", LOSSES)

@@ -5,7 +5,8 @@
 --       none), nonce of the call, owner, most at once, of how many that are left one is leased at once, when shares are
 --       selected anew ('' = never, 'begun n' = once so many prompts were begun, 'version n' = once so many batches were
 --       trained on), then of each source: number of its prompts over all epochs, weight until others are selected
--- Returns  {'leased', entry of these prompts, prompt, ...}
+-- Returns  {'leased', entry of these prompts, prompt, ...}  never begun before
+--          {'again', entry, prompt, ...}  begun before, or by this call: their groups may be there already
 --          {'select', period}  shares are to be selected for this period first
 --          {'some'}     there is one, and none was asked for
 --          {'wait', n}  none is left, and n were begun and have not ended
@@ -19,7 +20,7 @@ if redis.call('HGET', keys.prompts, ARGV[1]) ~= ARGV[2] then return {'unknown'} 
 local function entry_of(try, failures) return table.concat({whole(try), whole(failures), nonce, owner}, ' ') end
 
 if mode == 'repeat' then
-  local flat, leased = redis.call('HGETALL', keys.prompt_entries), {'leased'}
+  local flat, leased = redis.call('HGETALL', keys.prompt_entries), {'again'}
   for i = 1, #flat, 2 do
     if string.match(flat[i + 1], '^%d+ %d+ (%S+)') == nonce then
       leased[2] = flat[i + 1]  -- one call leases under one entry
@@ -38,7 +39,7 @@ if again then
   note_try(try)
   local entry = entry_of(try, failures or 0)
   redis.call('HSET', keys.prompt_entries, again, entry)
-  return {'leased', entry, again}
+  return {'again', entry, again}
 end
 
 local fields = {'base', 'tries', 'selected'}

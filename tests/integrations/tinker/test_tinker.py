@@ -158,6 +158,7 @@ def test_producers_sample_by_what_was_published_and_learn(redis_url: str, run: s
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_killed_trainer_goes_on_without_a_row_lost_or_trained_twice(
     redis_url: str, run: str, tmp_path: Path
 ) -> None:

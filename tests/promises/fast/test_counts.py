@@ -229,19 +229,21 @@ def cost_of(name: str, redis_url: str, run: str, sent: list[int], size: int) -> 
             compute_all(joined)
 
         through(BATCHES)  # connections, streams, scripts
-        before, sent_before = _counts(connection), len(sent)
+        commands_before, sent_before = _commands(connection.scripts), len(sent)
+        bytes_before = _network_bytes(connection)  # last, and first below: INFO grows with what others run
         through(BATCHES)
-        after, round_trips = _counts(connection), len(sent) - sent_before
+        bytes_after, round_trips = _network_bytes(connection), len(sent) - sent_before
+        commands = _commands(connection.scripts) - commands_before
         queue.close()
     count = BATCHES * BATCH_GROUPS * size
-    commands, bytes_in, bytes_out = (b - a for a, b in zip(before, after, strict=True))
+    bytes_in, bytes_out = (after - before for before, after in zip(bytes_before, bytes_after, strict=True))
     made = 4 * len(kind.made) * LINE_TOKENS
     columns_in = count * (line.size(kind.columns) + made)
     columns_out = count * (line.size(kind.columns) + line.size(kind.read) + made)
     return Cost(commands, round_trips, bytes_in - columns_in, bytes_out - columns_out)
 
 
-def _counts(connection: Connection) -> tuple[int, int, int]:
-    """Commands, bytes received and bytes sent by the server so far."""
+def _network_bytes(connection: Connection) -> tuple[int, int]:
+    """Received and sent by the server so far."""
     network: Any = connection.scripts.info("stats")
-    return _commands(connection.scripts), network["total_net_input_bytes"], network["total_net_output_bytes"]
+    return network["total_net_input_bytes"], network["total_net_output_bytes"]

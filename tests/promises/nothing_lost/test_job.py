@@ -955,7 +955,7 @@ RANK = """
     """
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("cuda:gloo", marks=pytest.mark.release)])
 @pytest.mark.processes
 def test_ranks_of_a_process_group(server_of_job: Server, run: str, tmp_path: Path, backend: str) -> None:
     """They share an id by its store: nothing is broadcast, so a backend without CPU will do as well.

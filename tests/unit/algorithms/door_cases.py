@@ -430,17 +430,18 @@ def number_cases(argument: str, values: Tensor, case: Case, entry: Entry) -> Ite
     mask = mask_of(values, case, entry)
     for wrong in (float("nan"), float("inf"), -float("inf"), 1e300):
         other = values.clone().double()
-        counted = (0,) * other.dim() if mask is None else tuple(mask.nonzero()[0].tolist())
-        other[counted] = wrong
-        own = entry.elementwise or (entry.nan_is_unknown and wrong != wrong)
-        yield changed(
-            case,
-            f"a {wrong} that counts",
-            argument,
-            other,
-            refused=not own and not entry.nan_is_unknown,
-            finite=False,
-        )
+        counting = torch.ones_like(values) if mask is None else mask
+        for counted in counting.nonzero()[:1].tolist():
+            other[tuple(counted)] = wrong
+            own = entry.elementwise or (entry.nan_is_unknown and wrong != wrong)
+            yield changed(
+                case,
+                f"a {wrong} that counts",
+                argument,
+                other,
+                refused=not own and not entry.nan_is_unknown,
+                finite=False,
+            )
         if mask is not None:
             other = torch.where(mask != 0, values.double(), wrong)
             yield changed(case, f"{wrong} outside", argument, other, works=wrong != wrong)

@@ -86,6 +86,8 @@ def test_what_fits_gives_a_result_and_what_does_not_an_error(function: str, chil
 
 
 # the answer names the case: nothing to shrink
+@pytest.mark.processes
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, phases=[Phase.generate])
 @given(st.sampled_from(sorted(ENTRIES)), st.integers(2, 9), st.integers(2, 300), st.integers(0, 2**31))
 def test_at_any_size(children: Children, function: str, rows: int, tokens: int, seed: int) -> None:

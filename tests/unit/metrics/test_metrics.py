@@ -491,7 +491,7 @@ def test_idle_connections_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -
 def test_idle_connections_that_keep_coming_keep_no_probe_and_no_scrape_out(begun: bytes) -> None:
     port = metrics.serve(0)
     with contextlib.ExitStack() as stack:
-        for _ in range(20):
+        for _ in range(5):
             for _ in range(2 * endpoints.MAX_CONNECTIONS):
                 connection = stack.enter_context(connected(port))
                 with contextlib.suppress(OSError):  # closed already

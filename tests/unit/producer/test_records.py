@@ -216,7 +216,7 @@ tickets = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(records(), tickets, st.sampled_from([LIMIT, 1024, 60]))
 @example([{"reward": 1.0, **columns(3)}], TICKET, LIMIT)
 def test_both_ways_give_the_same(found: list[Any], ticket: Ticket, limit: int) -> None:

@@ -17,7 +17,7 @@ from streamadv.errors import (
     StarvedError,
     UncommittedBudgetError,
 )
-from streamadv.producer import Producer
+from streamadv.producer import Producer, logic
 from streamadv.store.connection import Connection
 from streamadv.store.waiting import REPORT_S
 from streamadv.trainer.queue import TrainerQueue
@@ -28,6 +28,7 @@ from tests.support import (
     delivered_batch,
     ended,
     group_all,
+    heartbeat,
     join,
     make_overdue,
     next_batch,
@@ -140,6 +141,32 @@ def test_producers_that_do_nothing_are_named(
     line = says()
     assert "1 producer is alive, no group is open, nothing moved for " in line
     assert blocked() == ["producers_idle"]
+
+
+@pytest.mark.parametrize("reason", ["groups_coming", "producers_idle", "incomplete_groups"])
+def test_a_producer_that_misses_a_heartbeat_is_named_before_it_is_lost(
+    fake: Connection, forward: Forward, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(logic, "HEARTBEAT_S", 3600.0)
+    queue = TrainerQueue(fake, "r", batch_groups=4, commit="each_batch")
+    with producing(fake, "r") as producer:
+        (name,) = fake.scripts.hkeys(join(fake, "r").keys.home.producers)
+        push_groups(producer, 1)
+        group_all(join(fake, "r"))
+        if reason == "incomplete_groups":
+            producer.begin_group(4)
+        for prefix in ("early", "late"):
+            forward(11)
+            heartbeat(producer)
+            forward(0 if prefix == "early" else 15)
+            if reason == "groups_coming":
+                with producing(fake, "r") as other:
+                    push_groups(other, 1, prefix=prefix)
+                group_all(join(fake, "r"))
+            with pytest.raises(NoBatchError, match=rf"\[{reason}\]") as caught:
+                queue.next_batch(timeout=0)
+            silent = f"no heartbeat of producer {name.decode()} for 15 s (lost after 30 s)"
+            assert (silent in str(caught.value)) == (prefix == "late")
 
 
 def test_groups_that_lack_a_rollout_are_named(
