@@ -66,7 +66,12 @@ class Front:
         self._producer._logic.membership.serve(self.sessions.words)
         await self._producer.finish()
 
-    def app(self) -> web.Application:
+    def runner(self, shutdown_s: float) -> web.AppRunner:
+        """Serves it. Whoever goes away cancels what he has asked for; bodies come as they are, see `_body`."""
+        options: dict[str, Any] = {"handler_cancellation": True, "auto_decompress": False, "access_log": None}
+        return web.AppRunner(self._app(), shutdown_timeout=shutdown_s, **options)
+
+    def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._answer_errors], client_max_size=self._options.max_body)
         for prefix in ("", _ROLLOUT, f"{_ROLLOUT}/a/{{agent}}"):
             for dialect in DIALECTS:
@@ -287,6 +292,8 @@ class Front:
 
 
 async def _body(request: web.Request) -> bytes:
+    if request.headers.get("Content-Encoding", "identity") != "identity":  # a small one may become a huge one
+        raise RefusedError(415, "bad_request", "the body is compressed: send it without Content-Encoding")
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()

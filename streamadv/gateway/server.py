@@ -86,7 +86,7 @@ async def serve(
         front = Front(producer, options, keys, engines)
         await front.open()
         sweeping = asyncio.create_task(front.sessions.sweep())
-        runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = front.runner(shutdown_s=1.0)
         try:
             await runner.setup()
             _look_for_cycles_rarely()

@@ -77,7 +77,7 @@ async def playing(redis_url: str, run: str, *engines: FakeEngine, **options: Any
         front = Front(producer, chosen, Keys.from_environment(), asked)
         await front.open()
         sweeping = asyncio.create_task(front.sessions.sweep())
-        runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = front.runner(shutdown_s=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
