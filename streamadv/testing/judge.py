@@ -166,6 +166,9 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     # A job that commits each batch begins anew from an older checkpoint, maybe after all producers have finished.
     if pipeline.scene.each_batch and pipeline.jobs > 1:
         return
+    # What the server loses after that comes back to nobody.
+    if any(lost >= over for lost, _ in pipeline.world.lost for over in pipeline.prompts_over):
+        return
     if not stored.is_over:
         yield f"P11: after the end {len(stored.entries)} prompts are begun, of {stored.following} {stored.entries}"
     trained = {prompt for prompt, _ in places}

@@ -73,7 +73,10 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "",
     ),
     "the grouper takes what another one has taken": Mutant(
-        f"{LUA}/group/take.lua", "redis.call('XACK', keys.rollouts, ARGV[1], ARGV[i]) == 1", "true"
+        f"{LUA}/group/take.lua", "redis.call('XACK', keys.rollouts, ARGV[1], packet.entry) == 1", "true"
+    ),
+    "the grouper takes what had the id before": Mutant(
+        f"{LUA}/group/take.lua", "not is_other(arrived.id, packet) and ", ""
     ),
     "the grouper leaves entries in the stream": Mutant(
         f"{LUA}/group/take.lua",
@@ -212,7 +215,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "",
     ),
     "a group that has come in part is taken for whole": Mutant(
-        f"{LUA}/group/take.lua", "  if #packets < number then arrived.size = 0 end\n", ""
+        f"{LUA}/group/take.lua", "  if #arrived.packets < #sent then arrived.size = 0 end\n", ""
     ),
     "a score that came first is not seen": Mutant(
         f"{LUA}/group/take.lua", "if not reward then return 's' end", "if true then return 's' end"

@@ -5,7 +5,8 @@
 --       none), nonce of the call, owner, most at once, of how many that are left one is leased at once, when shares are
 --       selected anew ('' = never, 'begun n' = once so many prompts were begun, 'version n' = once so many batches were
 --       trained on), then of each source: number of its prompts over all epochs, weight until others are selected
--- Returns  {'leased', prompt, entry, ...}
+-- Returns  {'leased', prompt, entry, ...}  never begun before
+--          {'again', prompt, entry, ...}  begun before, or by this call: their groups may be there already
 --          {'select', period}  shares are to be selected for this period first
 --          {'some'}     there is one, and none was asked for
 --          {'wait', n}  none is left, and n were begun and have not ended
@@ -28,7 +29,10 @@ if mode == 'repeat' then
       leases[#leases + 1], leases[#leases + 2] = flat[i], flat[i + 1]
     end
   end
-  if #leases > 1 then return leases end
+  if #leases > 1 then
+    leases[1] = 'again'
+    return leases
+  end
 end
 
 local again = redis.call('ZRANGE', keys.prompt_again, 0, 0)[1]
@@ -38,6 +42,7 @@ if again then
   redis.call('ZREM', keys.prompt_again, again)
   try = try or number_of('base')
   note_try(try)
+  leases[1] = 'again'
   lease(again, try, failures or 0)
   redis.call('HSET', keys.prompt_entries, leases[2], leases[3])
   return leases
