@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +36,11 @@ MOST: Final = 10**12  # prompts of a source, over all epochs: scripts count exac
 
 def identity(group_id: str) -> str:
     """What a trainer trains on once: of a prompt's group the prompt, whatever its try; of any other the group."""
+    return _prompt_of(group_id) if group_id.startswith(PREFIX) else group_id
+
+
+@lru_cache(8192)
+def _prompt_of(group_id: str) -> str:
     return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id
 
 

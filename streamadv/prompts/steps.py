@@ -122,18 +122,19 @@ class Ends:
         carried = 0
         for shard in range(len(keys.salts)):
             place = (prompts.name, shard)
-            if again:
-                self._cursors[place] = START
+            known = START if again else self._cursors.get(place, START)
+            if not again:  # others carry too: what they have carried need not be read here
+                known = as_text((yield end(keys.home, prompts, [], (shard, known, known), False)))
             while True:
-                known = self._cursors.get(place, START)
                 found = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
                 if not found:
                     break
                 ends = list(map(end_of, found[1:]))
                 last = as_text(found[0])
                 now = yield end(keys.home, prompts, ends, (shard, known, last), again)
-                self._cursors[place] = as_text(now)
+                known = as_text(now)
                 carried += len(ends)
+            self._cursors[place] = known
         return carried
 
 

@@ -18,7 +18,7 @@ if ARGV[5] == 'check' then
   local known = redis.call('HGET', keys.prompt_state, cursor) or '0-0'
   if known ~= ARGV[3] then return known end
 end
-redis.call('HSET', keys.prompt_state, cursor, ARGV[4])
+if ARGV[4] ~= ARGV[3] then redis.call('HSET', keys.prompt_state, cursor, ARGV[4]) end
 
 -- Entries of these prompts, as this call leaves them; false = none.
 local entries, changed, counts, next_of = {}, {}, {}, {}
