@@ -99,7 +99,8 @@ class PromptedGroups:
             if state == b"unknown":
                 yield from describe(self._home, self._prompts.set)
             elif state in (b"leased", b"again"):
-                self._leases.extend(map(Lease, map(as_text, reply[1::2]), map(as_text, reply[2::2])))
+                entry = as_text(reply[1])
+                self._leases.extend(Lease(as_text(item), entry) for item in reply[2:])
                 self._nonce = ""
                 if self._prompts.set.skip_solved and state == b"leased":
                     yield from self._skip()

@@ -181,7 +181,7 @@ def draw_scene(world: World) -> Scene:
         needs=pick("needs", False, True, often=2 * FEATURE),
         folder=pick("folder", False, True, often=4 * FEATURE),
         archive=pick("archive", False, True, often=FEATURE),
-        prompts=pick("prompts", 0, 5, often=FEATURE),
+        prompts=pick("prompts", 0, 5, often=4 * FEATURE),
         groupers=pick("groupers", 1, 2, often=2 * FEATURE),
         successor_s=pick("successor_s", 0.0, 6.0, 12.0, 25.0, often=2 * FEATURE),
         calm_s=pick("calm_s", 60.0, *(() if is_large else (10.0, 20.0, 20.0, 30.0))),

@@ -194,7 +194,8 @@ class Board:
 
 def is_over(status: Status) -> bool:
     """Whether the trainer has ended the run, or nothing is left of it and nothing can come."""
-    producers, ledger = {producer.state for producer in status.producers}, status.ledger
+    producers = {producer.state for producer in status.producers} - {"serves"}
+    ledger = status.ledger
     is_empty = not (ledger.queued or ledger.in_flight or status.groups.open)
     return status.trainer.finished or (producers == {"finished"} and is_empty)
 

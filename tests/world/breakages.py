@@ -26,13 +26,13 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     # Prompts
     "an end of an older try of a prompt counts": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "if now then return try >= now, failures end", "if now then return true, failures end"
+        f"{LUA}/prompts/end_prompts.lua", "if it.now then return it.try >= it.now, it.failures end", "if it.now then return true, it.failures end"
     ),
     "a prompt that has ended stays in play": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "change(item, not is_begun(item) and 'ended')", "change(item, entries[item])"
+        f"{LUA}/prompts/end_prompts.lua", "change(it.item, not is_begun(it) and 'ended')", "change(it.item, entries[it.item])"
     ),
     "a prompt whose group was dropped is not played again": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "    redis.call('ZADD', keys.prompt_again, string.match(item, '%d+$'), item)\n", ""
+        f"{LUA}/prompts/end_prompts.lua", "    redis.call('ZADD', keys.prompt_again, whole(it.position), it.item)\n", ""
     ),
     "prompts are begun twice": Mutant(
         f"{LUA}/prompts/lease_prompt.lua", "it.next, it.is_begun = it.next + 1, true", "it.next = it.next + 1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 from hypothesis import given, settings
@@ -46,13 +45,3 @@ def test_a_group_id_names_the_prompt() -> None:
     assert prompts.parse("prompt:train:math:0:30:0") is None
     assert prompts.parse("prompt:train:math:3:0:0") is None
     assert prompts.parse("prompt:eval:math:0:0:0") is None
-
-
-def test_prompts_that_an_older_release_has_begun_are_told_apart() -> None:
-    prompts = PromptSet("train", {"": 7}, 3, 5, {"": 1}, 1, "")
-    older = json.loads(prompts.to_text())
-    del older["select"]
-    assert (
-        prompts.difference(PromptSet.from_text(json.dumps(older)))
-        == "another release of streamadv has begun them"
-    )
