@@ -90,6 +90,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     for key, value in sorted(store.data.items()):
         if key.endswith(STREAMS) and value.ids and not may_stay:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
+        elif key.endswith((b":batches", b":applied")) and not may_stay:
+            yield f"accounting: {sorted(value)} are left in {key.decode()}"
         elif key.endswith(b":garbage"):
             yield f"accounting: {len(value)} payloads are left in {key.decode()}"
 
