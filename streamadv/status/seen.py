@@ -281,7 +281,7 @@ def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
             found.append((group, _Stored.of(group, fields)))
             group.results = unpack_results(fields[b"results"]) if b"results" in fields else ()
             group.late = unpack_late(fields.get(b"late", b""))
-        except (WireError, ValueError) as error:
+        except (WireError, ValueError, RecursionError) as error:
             group.problem = _in_words(error)
     _read_members([each for each in found if each[1].lines])
     return groups

@@ -253,6 +253,24 @@ def test_what_the_server_has_lost_or_forgotten_is_no_longer_shown(
         assert opened(ask(address, "/groups?where=kept").text) == set()
 
 
+@pytest.mark.parametrize(
+    "field", ["record", "results", "late", "scores", "left_out", "head", "payloads", "tables"]
+)
+def test_what_nobody_of_the_run_has_written_breaks_no_page(lab: Lab, field: str) -> None:
+    (shard,) = lab.run.shards
+    (entry,) = lab.run.connection.scripts.xrange(shard.keys.kept, count=1)
+    for number, junk in enumerate(
+        (b"[" * 3000, b"5", b"null", b"\xff", b'{"late": 5}', b'{"num_groups": "x"}')
+    ):
+        fields = {**entry[1], b"group_id": b"junk-%d" % number, field.encode(): junk}
+        lab.run.connection.scripts.xadd(shard.keys.kept, fields)
+    with serving(lab.url, lab.name, port=0) as address:
+        assert {f"junk-{number}" for number in range(6)} <= opened(ask(address, "/groups").text)
+        for path in ("/batch?k=0", *(f"/group?id=junk-{number}" for number in range(6))):
+            assert ask(address, path).status == 200, path
+        board(address, "flow")
+
+
 def test_a_run_that_is_deleted_and_made_again_is_the_new_one(redis_url: str, run: str) -> None:
     with producing(redis_url, run) as producer:
         producer.push([trajectory("before", 0, 2)])
