@@ -205,9 +205,7 @@ class _CountRows(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._trainer._worker is not None:
-            self._trainer._worker.trained(
-                round(self._trainer._metrics["train"]["batch/samples_per_step"][-1])
-            )
+            self._trainer._worker.trained(round(self._trainer._step_samples))
 
 
 def _rows(batch: Batch) -> list[tuple[str, dict[str, Any]]]:

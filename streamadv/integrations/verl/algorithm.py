@@ -90,7 +90,7 @@ def check_columns(chain: Any, where: str) -> None:
     """Raise SettingError for a chain that needs what verl computes after it."""
     made: set[str] = set()
     for step in build_chain(chain).steps:
-        for name in LATE_COLUMNS & set(step.needs) - made:
+        for name in sorted(LATE_COLUMNS & (set(step.needs) - made)):
             raise SettingError(
                 f"chain step {step.name} needs column {name}, which verl computes after the chain: use a chain without "
                 f"it, such as verl/grpo, with algorithm.rollout_correction; or {where}.advantages=verl without a chain"

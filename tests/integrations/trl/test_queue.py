@@ -75,6 +75,8 @@ def test_batches_are_trained_on_and_committed_with_checkpoints(
     logged = made.state.log_history[0]
     assert logged["critic/score/mean"] > 0
     assert {"loss", "entropy", "grad_norm"} <= logged.keys()
+    last = made.state.log_history[-1]
+    assert last["train_samples_per_second"] == pytest.approx(10 * 2 * SIZE / last["train_runtime"], abs=1e-3)
     made.queue.close()
 
 

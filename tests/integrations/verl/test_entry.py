@@ -254,7 +254,7 @@ def test_a_row_is_at_most_as_long_as_a_micro_batch_of_verl(tmp_path: Path) -> No
         ),
         (
             {f"+{KWARGS}__chain": "gae"},
-            "sampler_kwargs: chain step estimator needs column values, which verl computes after the chain: use a chain",
+            "sampler_kwargs: chain step estimator needs column values, which verl computes after the chain: use",
         ),
         (
             {
