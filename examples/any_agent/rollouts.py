@@ -25,7 +25,7 @@ async def play(rollout: sa.AsyncRollout, gateway: Gateway, client: AsyncOpenAI) 
 
 
 async def main(options: argparse.Namespace) -> None:
-    gateway = Gateway(options.gateway)
+    gateway = Gateway()  # of `streamadv up --gateway`
     client = AsyncOpenAI(api_key="of each rollout", max_retries=8)
     async with sa.Producer(sa.redis_url()) as producer, asyncio.TaskGroup() as tasks:
         await producer.wait_for_weights()  # the trainer that names some also paces the groups
@@ -35,6 +35,5 @@ async def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gateway", default="http://127.0.0.1:8200", help="its URL")
     parser.add_argument("--group-size", type=int, default=8)
     sa.run_program(main, parser.parse_args())

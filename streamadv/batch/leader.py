@@ -305,7 +305,6 @@ class Leader(Session):
             self.run.home.call("commit_session", [self.epoch, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
-        has_prompts = False
         for k in committed:
             batch, since = self.batches[k], tracing.now()
             results = batch.results or ()
@@ -313,11 +312,8 @@ class Leader(Session):
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
-            has_prompts = has_prompts or any(
-                group.group_id.startswith(PREFIX) for group in batch.record.groups
-            )
-        if has_prompts:
-            self._prompts.carry()
+            if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):
+                self._prompts.carry()  # shards remember a bounded number of ends
 
     # The end of a run
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import SettingError
+from ..extras import TO_SERVE
+from ..gateway.access import url_of
 from ..gateway.keys import Keys
 from ..gateway.options import MODES, Options
 from ..gateway.running import EXIT, Running
@@ -43,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help=f"print a key that begins groups, valid {KEY_DAYS:g} days, and end",
     )
-    parser.set_defaults(run=run, packages=("aiohttp", "orjson"))
+    parser.set_defaults(run=run, packages=TO_SERVE)
     _add_running(parser.add_subparsers(title="actions", metavar="ACTION"))
 
 
@@ -57,7 +59,7 @@ def _add_running(actions: Any) -> None:
     )
     add_log_options(parser)
     parser.add_argument("--run", dest="run_name", metavar="NAME", help="name of the run (STREAMADV_RUN)")
-    parser.add_argument("--gateway", required=True, metavar="URL", help="of the gateway")
+    parser.add_argument("--gateway", metavar="URL", help="of the gateway (STREAMADV_GATEWAY_URL)")
     parser.add_argument("--size", type=count, default=1, metavar="N", help="rollouts of a group (default 1)")
     parser.add_argument(
         "--groups", type=count, default=1, metavar="N", help="one after the other (default 1)"
@@ -76,6 +78,11 @@ def _add_running(actions: Any) -> None:
         type=seconds,
         metavar="S",
         help="a process is ended, and its rollout fails, after so long",
+    )
+    parser.add_argument(
+        "--finish",
+        action="store_true",
+        help="tell the gateway at the end that no more groups come; the run ends when nobody else begins any",
     )
     parser.set_defaults(run=run_processes, packages=())
 
@@ -202,18 +209,18 @@ def run_processes(arguments: argparse.Namespace) -> int:
     keys, settings = Keys.from_environment(), settings_from(arguments)
     group = {"size": arguments.size, "data_source": arguments.data_source, "metadata": arguments.metadata}
     running = Running(
-        arguments.gateway.rstrip("/").removesuffix("/v1"),
+        url_of(arguments.gateway),
         keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S),
         arguments.commands[0] if arguments.commands else [],
         arguments.reward,
         arguments.timeout_s,
         {name: value for name, value in group.items() if value is not None},
     )
-    return asyncio.run(_play(running, arguments.groups))
+    return asyncio.run(_play(running, arguments.groups, arguments.finish))
 
 
-async def _play(running: Running, groups: int) -> int:
-    playing = asyncio.ensure_future(_play_groups(running, groups))
+async def _play(running: Running, groups: int, finishes: bool) -> int:
+    playing = asyncio.ensure_future(_play_groups(running, groups, finishes))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
     try:
@@ -222,10 +229,12 @@ async def _play(running: Running, groups: int) -> int:
         return INTERRUPTED
 
 
-async def _play_groups(running: Running, groups: int) -> int:
+async def _play_groups(running: Running, groups: int, finishes: bool) -> int:
     status = 0
     for _ in range(groups):
         for answer in await running.play():
             print(json.dumps(answer), flush=True)
             status |= answer is None
+    if finishes:
+        await running.finish()
     return status

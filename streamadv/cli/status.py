@@ -206,7 +206,10 @@ def _people_lines(status: Status) -> Iterator[str]:
     for producer in status.producers:
         heard = seconds_text(producer.silent_s)
         state = {"open": "alive", "lost": "DEAD"}.get(producer.state, producer.state)
-        yield f"producer {producer.name}: {state}, heard of {heard} ago"
+        plays = "" if producer.rollouts is None else f", {counted(producer.rollouts, 'rollout')} open"
+        if producer.rollouts:
+            plays += f", one without a turn for {seconds_text(producer.turn_s or 0)}"
+        yield f"producer {producer.name}: {state}, heard of {heard} ago{plays}"
 
 
 def _trainer_line(status: Status) -> str:

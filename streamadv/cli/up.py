@@ -9,9 +9,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from .. import clock
+from .. import clock, doors
 from ..errors import SettingError
-from ..extras import TO_COMPUTE, TO_VIEW, is_installed, remedy, require
+from ..extras import TO_COMPUTE, TO_SERVE, TO_VIEW, is_installed, remedy, require
+from ..gateway.keys import SECRET
 from ..processes.machine import Plan, Signals, run_machine, say, scorer_name
 from ..processes.project import EXAMPLES, Engine, write_project
 from ..run import open_run
@@ -19,8 +20,8 @@ from ..run.manifest import RunSettings
 from ..settings import Settings
 from ..status.activity import who_is_elsewhere
 from ..store.connection import Connection
-from ..store.credentials import environment_with
-from ..store.embedded import EmbeddedServer
+from ..store.credentials import PREFIX, environment_with, secret_from
+from ..store.embedded import EmbeddedServer, free_port
 from ..store.retry import SERVER_ERRORS
 from ..store.urls import hide_password
 from . import add_redis_options, settings_from
@@ -62,6 +63,18 @@ def add_parser(subparsers: Any) -> None:
         help="a scorer that calls it, see streamadv worker scorer; the run has it under the function's name; may be "
         "given several times",
     )
+    parser.add_argument(
+        "--gateway",
+        dest="gateway_engines",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a gateway before this engine, for agents that the commands start: they find it in STREAMADV_GATEWAY_URL; "
+        "may be given several times for several engines, see streamadv gateway",
+    )
+    parser.add_argument(
+        "--load-weights", action="store_true", help="the gateway loads the trainer's weights into the engines"
+    )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="keep the server's data there")
     parser.add_argument(
         "--maxmemory",
@@ -98,6 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     if arguments.view:
         require("--view", *TO_VIEW)
+    if arguments.gateway_engines:
+        require("--gateway", *TO_SERVE)
+    elif arguments.load_weights:
+        raise SettingError("--load-weights is of a gateway: give --gateway URL too, or leave it out")
     signals = Signals()
     with ExitStack() as stack:
         url, shown, check_server = _server(settings, arguments, stack)
@@ -108,6 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
             "STREAMADV_LOG_FORMAT": settings.log_format,
             "STREAMADV_METRICS_PORT": "0",  # of the commands: a free one for each
         }
+        gateway = _gateway_words(arguments, environment)
         if arguments.scorers:
             _name_scorers(url, settings.run, arguments.scorers)
         plan = Plan(
@@ -116,6 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.workers,
             arguments.worker_modules,
             arguments.scorers,
+            gateway,
             commands,
             settings.metrics_port,
         )
@@ -125,6 +144,18 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.view:
             say(f"view {stack.enter_context(open_page(url, settings.run))}")
         return run_machine(plan, signals, lambda _: check_server())
+
+
+def _gateway_words(arguments: argparse.Namespace, environment: dict[str, str]) -> list[str]:
+    """Arguments of the gateway, if there is one; its URL and the secret of its keys come into the environment."""
+    if not arguments.gateway_engines:
+        return []
+    port = free_port()
+    environment["STREAMADV_GATEWAY_URL"] = f"http://127.0.0.1:{port}"
+    if secret_from(SECRET, environment) is None:
+        environment[f"{PREFIX}{SECRET}"] = doors.random_bytes(32).hex()
+    engines = [word for url in arguments.gateway_engines for word in ("--engine", url)]
+    return ["--port", str(port), *engines, *["--load-weights"] * arguments.load_weights]
 
 
 def _write_example(arguments: argparse.Namespace) -> int:

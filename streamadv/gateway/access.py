@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -11,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
 
-from ..errors import StreamadvError, TrajectoryError
+from ..errors import SettingError, StreamadvError, TrajectoryError
 from ..messages import one_line
 from ..producer.base_group import BaseRollout
 from ..producer.tickets import Ticket
 from ..settings import run_name
+from ..store.credentials import PREFIX
 from .keys import KEY_S, Keys
 
 #: Seconds for the answer to `end`; a gateway that loads a long rollout takes some.
@@ -123,13 +125,13 @@ class Gateway:
     (`producer.group(8, deadline_s=600)`): each turn moves it on, and nobody waits longer for an agent that hangs.
 
     Args:
-        url: of the gateway, as the agents reach it.
+        url: of the gateway, as the agents reach it; default STREAMADV_GATEWAY_URL, which `streamadv up --gateway` sets.
         run: name of the run; default STREAMADV_RUN.
         keys: default those of STREAMADV_GATEWAY_SECRET_FILE.
     """
 
-    def __init__(self, url: str, *, run: str | None = None, keys: Keys | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+    def __init__(self, url: str | None = None, *, run: str | None = None, keys: Keys | None = None) -> None:
+        self.url = url_of(url)
         self._run, self._keys = run_name(run), keys or Keys.from_environment()
 
     def access(self, rollout: BaseRollout, ttl_s: float = KEY_S) -> Access:
@@ -146,6 +148,13 @@ class Gateway:
         place = f"{self.url}/g/{quote(ticket.group_id, safe='')}/{ticket.rollout_index}/v1"
         turn, end = (self._keys.sign(purpose, self._run, ticket, ttl_s) for purpose in ("turn", "end"))
         return Access(place, turn, end, rollout)
+
+
+def url_of(url: str | None) -> str:
+    """Of the gateway, as given or as STREAMADV_GATEWAY_URL says. Raises SettingError if neither does."""
+    if not (found := url or os.environ.get(f"{PREFIX}GATEWAY_URL")):
+        raise SettingError(f"the gateway's URL is not given: give it, or set {PREFIX}GATEWAY_URL")
+    return found.rstrip("/").removesuffix("/v1")
 
 
 def _shared(ticket: Ticket | None, metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from .. import clock, tracing
 from ..errors import SettingError
@@ -22,6 +24,9 @@ from .sampling import of_the_run
 from .sessions import Session, Sessions
 from .tokens import Sampled, TokenMode
 from .turns import Turn
+
+#: The columns of trajectories have 32 bits.
+MAX_ID: Final = 2**31 - 1
 
 
 class Asked(NamedTuple):
@@ -94,10 +99,14 @@ class Turns:
         model = self._options.model or self._engines.model or "policy"
         request = of_the_run(_read(asked), self._options, model)
         messages = request.get("messages")
-        self._check_history(session, messages or ())
         at = chains(messages, request.get("tools"), asked.agent) if messages is not None else []
-        sent = clock.now()
         takes_tokens = live is None and self._tokens.is_used(engine)
+        answered = _answered(messages or ())
+        if answered and at[answered] not in session.ends and (takes_tokens or not session.turns):
+            await self._sessions.refresh(session)  # another gateway may have made that answer
+        if answered and not session.turns and not self._options.allow_history:
+            raise _history_lost(session)
+        sent = clock.now()
         sampled = await self._sample(session, asked, request, at if takes_tokens else (), live)
         engine_s = clock.now() - sent
         choices = sampled.choices
@@ -125,10 +134,16 @@ class Turns:
         """at: digests of the conversation, if its engine takes tokens."""
         try:
             if at:
-                return await self._tokens.sample(session, request, at)
-            return await self._chat(session, asked.dialect.engine_path, request, live)
+                sampled = await self._tokens.sample(session, request, at)
+            else:
+                sampled = await self._chat(session, asked.dialect.engine_path, request, live)
+            _check(sampled, "messages" in request)
+            return sampled
         except SettingError as error:  # an answer without token ids, or with another number of log-probs
             raise await self._lost(session, str(error)) from None
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            text = f"the engine's answer has another form than a completion: {type(error).__name__} {error}"
+            raise RefusedError(503, "engine_unavailable", one_line(text)) from None
 
     async def _chat(
         self, session: Session, path: str, request: Mapping[str, Any], live: Live | None
@@ -154,8 +169,6 @@ class Turns:
                 f"hides some; start it with another one"
             )
         choices = [from_openai(answer, version=version, choice=at) for at in range(len(answer["choices"]))]
-        if any(one.log_probs is None for one in choices):
-            raise SettingError("the engine's answer has no log-probs: start it with log-probs allowed")
         return Sampled(answer, choices)
 
     async def _lost(self, session: Session, why: str) -> RefusedError:
@@ -163,16 +176,36 @@ class Turns:
         await self._sessions.fail(session, "failed", one_line(why))
         return RefusedError(502, "lost_tokens", f"rollout {session.name} has failed: {why}")
 
-    def _check_history(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
-        is_known = session.turns or self._options.allow_history
-        if not is_known and any(message.get("role") == "assistant" for message in messages):
-            raise RefusedError(
-                409,
-                "history_lost",
-                f"rollout {session.name} has no turns at the run's server, and this request goes on from some: "
-                f"play it from its start with the same key; if agents begin with examples, start the gateway with "
-                f"--allow-history",
-            )
+
+def _answered(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many messages there are up to the last one of the assistant, and with it; 0 if there is none."""
+    return max((at for at, said in enumerate(messages, 1) if said.get("role") == "assistant"), default=0)
+
+
+def _history_lost(session: Session) -> RefusedError:
+    return RefusedError(
+        409,
+        "history_lost",
+        f"rollout {session.name} has no turns at the run's server, and this request goes on from some: play it from "
+        f"its start with the same key; if agents begin with examples, start the gateway with --allow-history",
+    )
+
+
+def _check(sampled: Sampled, is_chat: bool) -> None:
+    """Raise SettingError for what cannot be trained on, ValueError for what is no answer."""
+    said = sampled.answer["choices"]
+    if not said or len(said) != len(sampled.choices):
+        raise ValueError(f"{len(said)} choices")
+    if is_chat and not all(isinstance(choice.get("message"), dict) for choice in said):
+        raise ValueError("a choice without a message")
+    for one in sampled.choices:
+        if one.log_probs is None:
+            raise SettingError("the engine's answer has no log-probs: start it with log-probs allowed")
+        if not np.isfinite(np.array(one.log_probs, "f8")).all():
+            raise SettingError("the engine's answer has log-probs that are no finite numbers")
+        ids = np.array(one.token_ids)
+        if len(ids) and (ids.dtype.kind != "i" or ids.min() < 0 or ids.max() > MAX_ID):
+            raise SettingError(f"the engine's answer has token ids that are not within 0..{MAX_ID}")
 
 
 def _read(asked: Asked) -> dict[str, Any]:

@@ -279,7 +279,12 @@ class Engines:
 
 async def _read(answer: aiohttp.ClientResponse) -> Any:
     """What an engine has answered, as JSON; a refusal may be text."""
-    data = await answer.content.read(MAX_ANSWER + 1) if answer.status >= 400 else await answer.read()
+    parts, size = [], 0
+    async for part in answer.content.iter_any():
+        parts.append(part)
+        if (size := size + len(part)) > MAX_ANSWER:
+            raise aiohttp.ClientPayloadError(f"the answer is larger than {MAX_ANSWER} bytes")
+    data = b"".join(parts)
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -290,9 +295,10 @@ async def _read(answer: aiohttp.ClientResponse) -> Any:
 
 async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
     """The chunks of a streamed answer. Raises RefusedError if it is broken off."""
-    rest = b""
+    rest, size = b"", 0
     try:
         async for data in answer.content.iter_any():
+            size += len(data)
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
                 said = event.removeprefix(b"data:").strip()
@@ -305,7 +311,7 @@ async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, 
                     )
                 if chunk is not None:
                     yield chunk
-            if len(rest) > MAX_ANSWER:
+            if size > MAX_ANSWER:
                 break
     except (aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError) as error:
         text = f"the engine has broken off its answer: {type(error).__name__}"

@@ -43,6 +43,8 @@ _ENDING: Final = {
     "data_source", "trace",
 }  # fmt: skip
 
+_KINDS: Final = {dict: "an object", str: "text"}
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -58,7 +60,18 @@ class Front:
         self.idle = asyncio.Event()  # no turn is under way
         self.idle.set()
 
-    def app(self) -> web.Application:
+    async def open(self) -> None:
+        """Look at the engines, and tell the run that it need not wait for this gateway."""
+        await self._engines.open()
+        self._producer._logic.membership.serve(self.sessions.words)
+        await self._producer.finish()
+
+    def runner(self, shutdown_s: float) -> web.AppRunner:
+        """Serves it. Whoever goes away cancels what he has asked for; bodies come as they are, see `_body`."""
+        options: dict[str, Any] = {"handler_cancellation": True, "auto_decompress": False, "access_log": None}
+        return web.AppRunner(self._app(), shutdown_timeout=shutdown_s, **options)
+
+    def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._answer_errors], client_max_size=self._options.max_body)
         for prefix in ("", _ROLLOUT, f"{_ROLLOUT}/a/{{agent}}"):
             for dialect in DIALECTS:
@@ -67,6 +80,7 @@ class Front:
         app.router.add_post(f"{_ROLLOUT}/end", self._end)
         app.router.add_get(_ROLLOUT, self._show)
         app.router.add_post("/v1/groups", self._begin)
+        app.router.add_post("/v1/finish", self._finish)
         app.router.add_put("/engines/{number}/version", self._set_version)
         app.router.add_get("/healthz", self._health)
         return app
@@ -140,8 +154,11 @@ class Front:
             raise RefusedError(
                 400, "bad_request", f"end: {brief(unknown[0])} is no field, use {', '.join(sorted(_ENDING))}"
             )
-        if said.get("metadata") is not None and not isinstance(said["metadata"], dict):
-            raise RefusedError(400, "bad_request", "end: metadata needs an object")
+        for name, kind in (("metadata", dict), ("data_source", str), ("trace", str)):
+            if said.get(name) is not None and not isinstance(said[name], kind):
+                raise RefusedError(
+                    400, "bad_request", f"end: {name} is {brief(said[name])}, needs {_KINDS[kind]}"
+                )
         return _json(await self.sessions.end(ticket, said))
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -190,6 +207,14 @@ class Front:
                 }
             )  # fmt: skip
         return _json({"group": group.group_id, "rollouts": rollouts}, 201)
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        """No launcher begins more groups here; one that does all the same has the run wait again."""
+        self._claim(request, "operator")
+        membership = self._producer._logic.membership
+        membership.last_word = "finished"
+        await self._producer.finish()
+        return _json({"run": self._producer.run, "finished": membership.finished})
 
     async def _set_version(self, request: web.Request) -> web.Response:
         self._claim(request, "operator")
@@ -267,6 +292,8 @@ class Front:
 
 
 async def _body(request: web.Request) -> bytes:
+    if request.headers.get("Content-Encoding", "identity") != "identity":  # a small one may become a huge one
+        raise RefusedError(415, "bad_request", "the body is compressed: send it without Content-Encoding")
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()

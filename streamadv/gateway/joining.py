@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+import orjson
 
 
 def canonical(message: Mapping[str, Any]) -> list[Any]:
@@ -25,8 +26,8 @@ def arguments_of(written: Any) -> Any:
     """The arguments of a call, as an object whatever the policy has written."""
     value = written
     if isinstance(written, str):
-        with suppress(ValueError):
-            value = json.loads(written or "{}")
+        with suppress(orjson.JSONDecodeError):
+            value = orjson.loads(written or "{}")
     return value if isinstance(value, dict) else {"arguments": written}
 
 
@@ -55,5 +56,5 @@ def following(chain: str, message: Mapping[str, Any]) -> str:
 
 
 def _digest(before: str, what: Any) -> str:
-    text = json.dumps(what, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b((before + text).encode(errors="surrogatepass"), digest_size=12).hexdigest()
+    text = orjson.dumps(what, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(before.encode() + text, digest_size=12).hexdigest()

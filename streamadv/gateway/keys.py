@@ -13,6 +13,7 @@ import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal, Self
 
 from .. import doors
@@ -31,6 +32,9 @@ MIN_SECRET: Final = 16  # characters
 KEY_S: Final = 86400.0
 #: No key is longer: a group's id has at most 200 characters, so has a round.
 MAX_KEY: Final = 1200
+
+#: Valid keys that are remembered.
+CACHED: Final = 8192
 
 _PREFIX: Final = "sa1-"
 _CONTEXT: Final = b"streamadv gateway key 1\0"
@@ -67,6 +71,7 @@ class Keys:
                 f"{MIN_SECRET} characters each, with a blank or a new line between them"
             )
         self._secrets = [secret.encode() for secret in secrets]
+        self._read = lru_cache(CACHED)(self._read_anew)  # an agent brings its key with each turn
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -94,7 +99,7 @@ class Keys:
             raise BadKeyError("this is no valid key of the run")
         return claim
 
-    def _read(self, key: str) -> tuple[Claim, float]:
+    def _read_anew(self, key: str) -> tuple[Claim, float]:
         if not key.startswith(_PREFIX) or len(key) > MAX_KEY or not key.isascii():
             raise ValueError("prefix or length")
         text = key.removeprefix(_PREFIX)

@@ -35,15 +35,18 @@ class Loading:
         self._producer = producer
         self._has: dict[str, Weights] = {}  # what each engine was given, by its URL
         self._said: dict[str, str] = {}  # why one could not be, so far
+        self._is_unheard = False  # the last look for weights has failed
 
     async def look(self, engines: Engines) -> None:
         """Load the newest weights wherever they are not; an engine that was started anew has none of the run."""
         producer = self._producer
         try:
             await producer._drive(producer._logic.membership.send_heartbeat(), patient=False)
+            self._is_unheard = False
         except HEARTBEAT_ERRORS as error:
-            fields = log_fields("weights_not_looked_for", role="gateway")
-            logger.debug("no look for weights: %s", error, extra=fields)
+            level, self._is_unheard = logging.DEBUG if self._is_unheard else logging.WARNING, True
+            text, fields = "no look for weights, tries again: %s", log_fields("no_look", role="gateway")
+            logger.log(level, text, one_line(str(error)), extra=fields)
         weights = producer.weights
         for engine in () if weights is None else engines.all:
             assert weights is not None

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ EXIT: Final = "exit"
 FILE: Final = "file"
 #: Names the file into which the process of a rollout writes its reward.
 REWARD_FILE: Final = "STREAMADV_REWARD_FILE"
+#: Bytes that are read of it.
+MAX_REWARD: Final = 1 << 20
 #: Seconds between SIGTERM and SIGKILL for a process that is told to end.
 END_S: Final = 10.0
 #: Seconds that one request for a group waits for admission; then the next one does.
@@ -60,7 +63,7 @@ class Running:
 
     async def play(self) -> list[dict[str, Any] | None]:
         """Begin a group, play all its rollouts; what the gateway says of each end, None where it could not be told."""
-        begun = await self._begin()
+        begun = await self._ask("groups", {"timeout_s": ADMISSION_S, **self.group})
         # What agents run must not find by what others end rollouts, or reach the run's server.
         clean = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         with tempfile.TemporaryDirectory(prefix="streamadv-") as folder:
@@ -74,17 +77,20 @@ class Running:
                 await asyncio.gather(*playing, return_exceptions=True)  # they end their rollouts
                 raise
 
-    async def _begin(self) -> Any:
-        said = False
+    async def finish(self) -> None:
+        """Tell the gateway that no more groups come, so that a run of finite data ends."""
+        await self._ask("finish", {})
+
+    async def _ask(self, what: str, said: Mapping[str, Any]) -> Any:
+        """The answer to an operator's request, however long the gateway does not answer or has to wait itself."""
+        is_told, body = False, json.dumps(said).encode()
         while True:
-            body = json.dumps({"timeout_s": ADMISSION_S, **self.group}).encode()
             try:
-                return await asyncio.to_thread(post, f"{self.url}/v1/groups", self.key, body)
+                return await asyncio.to_thread(post, f"{self.url}/v1/{what}", self.key, body)
             except AgainError as error:
-                if not said:
-                    fields = log_fields("group_waits", role="gateway")
-                    logger.warning("waiting to begin a group: %s", error, extra=fields)
-                said = True
+                if not is_told:
+                    logger.warning("waiting: %s", error, extra=log_fields("gateway_waits", role="gateway"))
+                is_told = True
                 await asyncio.sleep(1.0)
 
     async def _play(
@@ -140,7 +146,7 @@ class Running:
         if self.reward == EXIT:
             return {"reward": float(status == 0)}
         if self.reward == FILE:
-            found = json.loads(await asyncio.to_thread(file.read_bytes))
+            found = json.loads(await asyncio.to_thread(_written, file))
         else:
             body = json.dumps({"rollout": name, "exit_status": status}).encode()
             found = await asyncio.to_thread(post, self.reward, None, body)
@@ -148,6 +154,18 @@ class Running:
         if unknown := sorted(said.keys() - {"reward", "rewards", "status", "metadata", "fail", "reason"}):
             raise ValueError(f"{brief(unknown[0])} is no field of an end")
         return said
+
+
+def _written(file: Path) -> bytes:
+    """What a process has written, who may have put anything in the file's place. Raises OSError, ValueError."""
+    number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(number, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise ValueError(f"{REWARD_FILE} is no file any more")
+        data = opened.read(MAX_REWARD + 1)
+    if len(data) > MAX_REWARD:
+        raise ValueError(f"{REWARD_FILE} has more than {MAX_REWARD} bytes")
+    return data
 
 
 async def _end_processes(process: asyncio.subprocess.Process) -> None:

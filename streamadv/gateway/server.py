@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -83,11 +84,12 @@ async def serve(
         look = Loading(producer).look if options.load_weights else None
         engines = Engines(options.engines, options.answer_s, look)
         front = Front(producer, options, keys, engines)
-        await engines.open()
+        await front.open()
         sweeping = asyncio.create_task(front.sessions.sweep())
-        runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = front.runner(shutdown_s=1.0)
         try:
             await runner.setup()
+            _look_for_cycles_rarely()
             await _listen(runner, place, tls)
             scheme = "http" if tls is None else "https"
             host, port = runner.addresses[0][:2]
@@ -99,6 +101,13 @@ async def serve(
             sweeping.cancel()
             await runner.cleanup()
             await engines.close()
+
+
+def _look_for_cycles_rarely() -> None:
+    """An answer brings an object for each token, and none is part of a cycle: looking through them costs a third."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 async def _listen(runner: web.AppRunner, place: Place, tls: ssl.SSLContext | None) -> None:

@@ -99,6 +99,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
+    def words(self) -> str:
+        """How many are open, and seconds since the last turn of the one that has been silent for longest."""
+        silent_s = max((clock.now() - one.seen for one in self._open.values() if not one.asking), default=0.0)
+        return f"{len(self._open)} {round(silent_s)}"
+
     async def get(self, ticket: Ticket) -> Session:
         """The open session of a ticket, restored if another gateway had it. Raises RefusedError."""
         name = f"{ticket.group_id}/{ticket.rollout_index}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from ..errors import SettingError
 from ..integrations.engines import Completion
 from . import figures
 from .engines import Engine, Engines
@@ -55,6 +54,9 @@ class TokenMode:
             "chat_request": {**request, "stream": False}, "model": request["model"],
         }  # fmt: skip
         answer, _ = await self._engines.ask(session, _DERENDER, read)
+        for said, choice in zip(answer["choices"], made["choices"], strict=True):
+            if _ends(choice) and len(choice["token_ids"]) == 1:
+                said["message"] = {"role": "assistant", "content": ""}
         choices = [_completion(prompt, choice, version) for choice in made["choices"]]
         return Sampled(answer, choices)
 
@@ -100,11 +102,15 @@ class TokenMode:
 def _without_end(choice: Mapping[str, Any]) -> Mapping[str, Any]:
     """A choice without the token that ended it, which an engine with a parser would write into the message."""
     ids, log_probs = choice["token_ids"], choice.get("logprobs") or {}
-    has_end = choice.get("finish_reason") in _ENDED and not isinstance(choice.get("stop_reason"), str)
-    if not has_end or len(ids) < 2:
+    if not _ends(choice) or len(ids) < 2:
         return choice
     listed = {**log_probs, "content": (log_probs.get("content") or [])[:-1]}
     return {**choice, "token_ids": ids[:-1], "logprobs": listed}
+
+
+def _ends(choice: Mapping[str, Any]) -> bool:
+    """Whether a token has ended the answer, in place of its length or a text."""
+    return choice.get("finish_reason") in _ENDED and not isinstance(choice.get("stop_reason"), str)
 
 
 def _common_end(first: list[int], second: list[int]) -> list[int]:
@@ -118,11 +124,9 @@ def _common_end(first: list[int], second: list[int]) -> list[int]:
 def _completion(prompt: Sequence[int], choice: Mapping[str, Any], version: int | None) -> Completion:
     ids = choice["token_ids"]
     listed = (choice.get("logprobs") or {}).get("content")
-    if listed is None:
-        raise SettingError("the engine's answer has no log-probs: start it with log-probs allowed")
     versions = _versions(choice.get("weight_versions"), len(ids))
     oldest = version if versions is None else min(versions, default=version)
-    log_probs = [token["logprob"] for token in listed]
+    log_probs = None if listed is None else [token["logprob"] for token in listed]
     return Completion(prompt, ids, log_probs, choice.get("finish_reason"), oldest, versions=versions)
 
 

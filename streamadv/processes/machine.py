@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,10 @@ class Plan:
     """What is to run beside a server.
 
     environment: of every process. modules: imported by advantage workers. scorers: functions as MODULE:FUNCTION, a
-    scorer for each. commands: run at once, each a list of words.
-    metrics_port: of the first worker, the others have those after it; 0: each takes a free one. programs: commands by
-    name, each started again until it ends with status 0. show: what takes the output of a worker or program, by its
-    name; None: it is written with the name in front. tell: what takes news of them; None: stderr.
+    scorer for each. gateway: arguments of `streamadv gateway`, empty for none. commands: run at once, each a list of
+    words. metrics_port: of the first worker, the others have those after it; 0: each takes a free one. programs:
+    commands by name, each started again until it ends with status 0. show: what takes the output of a worker or
+    program, by its name; None: it is written with the name in front. tell: what takes news of them; None: stderr.
     """
 
     environment: Mapping[str, str]
@@ -38,6 +39,7 @@ class Plan:
     workers: int = 1
     modules: Sequence[str] = ()
     scorers: Sequence[str] = ()
+    gateway: Sequence[str] = ()
     commands: Sequence[Sequence[str]] = ()
     metrics_port: int = 0
     programs: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -59,6 +61,8 @@ class Plan:
         parts = [counted(self.groupers, "grouper"), counted(self.workers, "advantage worker")]
         if self.scorers:
             parts.append(counted(len(self.scorers), "scorer"))
+        if self.gateway:
+            parts.append("a gateway")
         if self.commands:
             parts.append(counted(len(self.commands), "command"))
         return ", ".join(parts)
@@ -180,6 +184,8 @@ def _workers_of(plan: Plan) -> dict[str, list[str]]:
             workers[name] = worker_command([stage, *more])
     for function in plan.scorers:
         workers[scorer_name(function)] = worker_command(["scorer", function, "--name", scorer_name(function)])
+    if plan.gateway:
+        workers["gateway"] = [sys.executable, "-m", "streamadv", "gateway", *plan.gateway]
     return workers
 
 

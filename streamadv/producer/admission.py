@@ -13,14 +13,18 @@ from functools import partial
 from typing import Any, Final
 from weakref import WeakSet
 
+from redis.exceptions import ResponseError
+
 from .. import doors, metrics, tracing
 from ..errors import GroupEndedError, SettingError
-from ..messages import brief, log_fields
+from ..messages import brief, log_fields, one_line
 from ..store.reasons import Reason
 from ..store.replies import as_count
+from ..store.retry import Outage
 from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
+from .announcements import Lines, Place
 from .checks import GroupRequest, check_deadline, check_group
 from .encode import Push
 from .extra_columns import ColumnsPush
@@ -94,6 +98,8 @@ class Admission:
         self._membership = membership
         self._resend = resend
         self._not_admitted = Blocked(membership.who, "not admitted", membership.run)  # of all threads, tasks
+        self.lines = Lines()
+        self._unannounced = Outage(STAGE, membership.run)
         self._has_warned_unpaced = False
         self._has_said_sizes = False
         # Begins to undo, whose callers no longer wait: (nonce, group id).
@@ -122,30 +128,44 @@ class Admission:
         yield from self._membership.reopen()
         yield from self.withdraw()
         wait = self.admission_wait(timeout)
-        while True:
-            spec, reply = yield from self._ask_to_begin(spec, call, has_given_id, count)
-            if reply[0] in (b"ok", b"open"):
-                wait.over()
-                if self._membership.closed:
-                    for group_id in (spec.group_id, *call.others):
-                        self.leave_unclaimed(call, group_id)
-                    self._membership.check_open()
-                return [self._traced(ticket, since) for ticket in self._first_tickets(spec, call, reply)]
-            if reply[0] == b"ended":
-                raise GroupEndedError(
-                    f"group {spec.group_id} has ended: a run has each group_id once, begin another one under another id"
-                )
-            check_group_reply(reply, spec)
-            shard = self._membership.shard_of(spec.group_id) if self._membership.shards > 1 else None
-            reason = refusal(reply, shard)
-            wait.because(reason)
-            if wait.expired:
-                raise busy_error(reason, self._membership.run, timeout)
-            delay, keys = wait.delay(), self._membership.keys_of(spec.group_id)
-            knows_none = reply is OUT_OF_MEMORY  # else an announcement from before would end the pause
-            with metrics.wait(STAGE):
-                yield Pause(delay) if knows_none else AdmissionPause(delay, keys, announcement(reply))
-            spec = spec if has_given_id else spec._replace(group_id=new_group_id())
+        with Place() as place:
+            while True:
+                spec, reply = yield from self._ask_to_begin(spec, call, has_given_id, count)
+                if reply[0] in (b"ok", b"open"):
+                    break
+                if reply[0] == b"ended":
+                    raise GroupEndedError(
+                        f"group {spec.group_id} has ended: a run has each group_id once, begin another one under "
+                        "another id"
+                    )
+                check_group_reply(reply, spec)
+                shard = self._membership.shard_of(spec.group_id)
+                reason = refusal(reply, shard if self._membership.shards > 1 else None)
+                wait.because(reason)
+                if wait.expired:
+                    raise busy_error(reason, self._membership.run, timeout)
+                with metrics.wait(STAGE):
+                    yield from self._await_room(wait.delay(), reply, shard, spec.role, place)
+                spec = spec if has_given_id else spec._replace(group_id=new_group_id())
+        wait.over()
+        if self._membership.closed:
+            for group_id in (spec.group_id, *call.others):
+                self.leave_unclaimed(call, group_id)
+            self._membership.check_open()
+        return [self._traced(ticket, since) for ticket in self._first_tickets(spec, call, reply)]
+
+    def _await_room(self, seconds: float, reply: Reply, shard: int, role: str, place: Place) -> Steps[None]:
+        """The pause after a refusal, in line with those who wait for the same."""
+        if reply is OUT_OF_MEMORY:  # it knows of no announcement: one from before would end the pause
+            yield Pause(seconds)
+            return
+        self.lines.join(place, (shard, role))
+        stream = self._membership.manifest.keys.shard(shard).admission
+        try:
+            yield AdmissionPause(seconds, stream, announcement(reply) or b"0-0", place)
+        except ResponseError as error:  # nobody may read it, or it is no stream
+            self._unannounced.because(Reason("unannounced", one_line(str(error))))
+            yield Pause(seconds)
 
     def check(self, request: GroupRequest) -> GroupSpec:
         """What all rollouts of the group share. Raises as `check_group`."""

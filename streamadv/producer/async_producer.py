@@ -15,7 +15,7 @@ from ..store.replies import as_int
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
 from .admission import Ahead
-from .announcements import AsyncAnnouncements
+from .announcements import await_room_async
 from .async_group import AsyncGroup, AsyncRollout
 from .base_producer import BaseProducer
 from .checks import GroupRequest
@@ -45,7 +45,6 @@ class AsyncProducer(
         self._connection = connection
         self._logic = logic
         self._sender = Sender(self._call)
-        self._announcements = AsyncAnnouncements(connection, logic.membership.run)
         self._heart: asyncio.Task[None] | None = None
         self._under_way = 0
         self._idle = asyncio.Event()  # set once it is closed and no call is under way
@@ -73,6 +72,7 @@ class AsyncProducer(
         if membership.is_forked:
             return
         self._over.set_result(None)
+        self._logic.admission.lines.wake()
         self._heart.cancel()
         try:
             with suppress(TimeoutError):
@@ -161,7 +161,6 @@ class AsyncProducer(
 
     async def _disconnect(self) -> None:
         self._sender.close()
-        await self._announcements.close()
         await self._connection.close()
 
     async def _beat(self) -> None:
@@ -217,8 +216,7 @@ class AsyncProducer(
         if isinstance(request, Rest):
             return await asyncio.sleep(request.seconds)
         if isinstance(request, AdmissionPause):
-            key, after = request.keys.admission, request.after
-            return await self._announcements.wait(key, after, request.seconds, self._over)
+            return await await_room_async(self._connection, request, self._over)
         if isinstance(request, Memory):
             return await self._connection.memory()
         if isinstance(request, ServerIds):

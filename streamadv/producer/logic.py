@@ -97,8 +97,9 @@ class ProducerLogic:
             for groups in list(self.admission.ahead):
                 groups.leave()
         yield from self.admission.withdraw()
-        if has_all and membership.finished:
-            yield from membership.send_heartbeat("finished")
+        leaves = membership.closed and membership.last_word == "serves"
+        if has_all and membership.finished and not leaves:
+            yield from membership.send_heartbeat(membership.last_word)
             if not membership.finished:  # its "open" may have come before that
                 yield from membership.send_heartbeat("open")
         elif has_all and membership.closed:

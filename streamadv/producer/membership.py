@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from .. import doors, metrics
@@ -47,6 +47,8 @@ class Membership:
         self.weights: Weights | None = None
         self.has_run_ended = False  # by its trainer, as of the last heartbeat
         self.finished = False  # as its user says; the list of producers may not have it yet
+        self.last_word = "finished"  # what it then says; of a gateway that has begun no group: serves
+        self.plays: Callable[[], str] | None = None  # of a gateway: what heartbeats add, `PRODUCER_STATE`
         self.closed = False
         self.left = False  # nothing more is sent, not even a goodbye
         self._manifest: Manifest | None = None
@@ -150,6 +152,10 @@ class Membership:
     def _set_budget(self, memory: Mapping[str, Any]) -> None:
         self.max_bytes = byte_budget(self.manifest.max_bytes, memory) // self.shards
 
+    def serve(self, plays: Callable[[], str]) -> None:
+        """Be a gateway: once it has finished, the run neither waits for it nor ends with it until it begins a group."""
+        self.last_word, self.plays = "serves", plays
+
     def reopen(self) -> Steps[None]:
         """A producer that had finished has more to push."""
         if self.finished:
@@ -159,11 +165,13 @@ class Membership:
     def send_heartbeat(self, state: str = "") -> Steps[None]:
         """Write a heartbeat, unless this is a forked copy, and learn the newest model version.
 
-        state: open, finished, or gone: off the list of producers. By default one that has finished stays so on a server
-        that has it so, and is open on one that has forgotten: a late copy of a heartbeat takes nothing back.
+        state: open, serves, finished, or gone: off the list of producers. By default one that serves or has finished
+        stays so on a server that has it so, and is open on one that has forgotten: a late copy of a heartbeat takes
+        nothing back.
         """
         name, is_forked = self.name, self.is_forked
-        args = [name, state, COPY if is_forked else "" if self._instance is None else self._instance]
+        instance = COPY if is_forked else "" if self._instance is None else self._instance
+        args = [name, state, instance, "" if self.plays is None else self.plays()]
         reply = yield script_call("heartbeat", self.manifest.keys.home, args)
         version, drop_after, instance, finished, weights = reply
         self.has_run_ended = finished == b"1"

@@ -20,7 +20,7 @@ from ..store.retry import RETRYABLE
 from ..store.scripts import ScriptCall
 from ..trajectory.schema import Trajectory
 from .admission import Ahead
-from .announcements import Announcements
+from .announcements import await_room
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .group import Group, Rollout
@@ -67,7 +67,6 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         self._owned = isinstance(connection, str)
         self._logic = ProducerLogic(run, name, settings, resend_window)
         self._closing = renewed_at_fork(doors.Event())
-        self._announcements = Announcements(self._connection, run)
         # A signal handler may make calls, also between two steps of one.
         self._calls = renewed_at_fork(doors.RLock())
         self._under_way = 0
@@ -100,6 +99,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
             if self._heart is not None and not self._heart.is_alive() and self._logic.membership.is_forked:
                 for groups in list(self._logic.admission.ahead):
                     groups.forget()
+                self._logic.admission.lines.forget()
                 self._start_heart()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
             self._disconnect()
             return
         self._closing.set()
-        self._announcements.close()
+        self._logic.admission.lines.wake()
         try:
             self._heart.join(LEAVE_S)
         finally:
@@ -282,7 +282,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         if isinstance(request, Rest):
             return doors.sleep(request.seconds)
         if isinstance(request, AdmissionPause):
-            return self._announcements.wait(request.keys.admission, request.after, request.seconds)
+            return await_room(self._connection, request, self._closing)
         if isinstance(request, Memory):
             return self._connection.memory()
         if isinstance(request, ServerIds):

@@ -98,10 +98,11 @@ class PromptedGroups:
             state = reply[0]
             if state == b"unknown":
                 yield from describe(self._home, self._prompts.set)
-            elif state == b"leased":
-                self._leases.extend(map(Lease, map(as_text, reply[1::2]), map(as_text, reply[2::2])))
+            elif state in (b"leased", b"again"):
+                entry = as_text(reply[1])
+                self._leases.extend(Lease(as_text(item), entry) for item in reply[2:])
                 self._nonce = ""
-                if self._prompts.set.skip_solved:
+                if self._prompts.set.skip_solved and state == b"leased":
                     yield from self._skip()
             elif state == b"select":
                 yield from self._select(as_count(reply[1]))

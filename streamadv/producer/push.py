@@ -198,7 +198,7 @@ class Pushes:
         with tracing.pushing(self._membership.run, spec.group_id, trace, rollouts) as push:
             if (context := tracing.travelling(trace, push)) is not None:
                 packets = [_with_trace(packet, context) for packet in packets]
-            if self._membership.finished:
+            if self._membership.finished and self._membership.plays is None:
                 yield from self._membership.reopen()
             shard = self._membership.shard_of(spec.group_id)
             codes: dict[int, str] = {}  # by position in the push

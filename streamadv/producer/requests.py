@@ -7,7 +7,7 @@ attempts; `attempts` decides what happens between two attempts.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from redis.exceptions import OutOfMemoryError
 
@@ -16,6 +16,9 @@ from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall
 from .encode import Push
 from .extra_columns import ColumnsPush
+
+if TYPE_CHECKING:
+    from .announcements import Place
 
 STAGE: Final = "producer"
 
@@ -46,8 +49,9 @@ class AdmissionPause(NamedTuple):
     """Wait so many seconds, or until the trainer announces in a shard that it may have made room."""
 
     seconds: float
-    keys: ShardKeys
-    after: bytes  # the announcement that the refusal knew of; b"" = none
+    stream: str
+    after: bytes  # the announcement that the refusal knew of; b"0-0" = none
+    place: Place  # in the line of those who wait for it
 
 
 class Memory(NamedTuple):

@@ -36,7 +36,7 @@ def figures_of(rewards: list[float], tokens: int) -> str:
     if not rewards:
         return "-"
     mean = sum(rewards) / len(rewards)
-    deviation = math.sqrt(sum([(reward - mean) ** 2 for reward in rewards]) / len(rewards))
+    deviation = math.dist(rewards, [mean] * len(rewards)) / math.sqrt(len(rewards))
     return f"{len(rewards)},{mean:.6g},{deviation:.6g},{min(rewards)!r},{tokens}"
 
 
@@ -57,6 +57,13 @@ class End(NamedTuple):
     group_id: str
     outcome: str
     figures: str
+
+
+def end_of(text: bytes) -> End:
+    """From an entry of a shard's stream `prompt_ends`. What no process of the run has written has no outcome."""
+    group_id, _, rest = text.decode(errors="replace").partition(" ")
+    outcome, _, figures = rest.partition(" ")
+    return End(group_id, outcome, figures)
 
 
 @dataclass(frozen=True, slots=True)

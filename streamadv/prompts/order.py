@@ -11,31 +11,38 @@ _WORD: Final = (1 << 64) - 1
 
 def index_at(length: int, seed: int | None, epoch: int, place: int) -> int:
     """Which of `length` prompts comes at a place (from 0) of the epoch. seed: None = in order."""
-    return place if seed is None else _walk(length, seed, epoch, place, range(ROUNDS))
+    if seed is None:
+        return place
+    bits, mask = _halves(length)
+    while True:  # a permutation of a power of 4, repeated until the value is inside (cycle walking)
+        left, right = place >> bits, place & mask
+        for key in _keys(seed, epoch):  # a Feistel network, which any round function makes a permutation
+            word = (right + key) * 0xBF58476D1CE4E5B9 & _WORD
+            left, right = right, left ^ ((word ^ word >> 32) * 0x94D049BB133111EB >> 40 & mask)
+        place = left << bits | right
+        if place < length:
+            return place
 
 
 def place_of(length: int, seed: int | None, epoch: int, index: int) -> int:
     """Where a prompt comes in the epoch: the inverse of `index_at`."""
-    return index if seed is None else _walk(length, seed, epoch, index, range(ROUNDS)[::-1])
-
-
-def _walk(length: int, seed: int, epoch: int, value: int, rounds: range) -> int:
-    """A permutation of [0, length): one of a power of 4, repeated until the value is inside (cycle walking)."""
-    bits = (max(1, (length - 1).bit_length()) + 1) // 2
-    mask, keys = (1 << bits) - 1, _keys(seed, epoch)
-    is_back = rounds.step < 0
+    if seed is None:
+        return index
+    bits, mask = _halves(length)
     while True:
-        left, right = value >> bits, value & mask
-        if is_back:
-            left, right = right, left
-        for number in rounds:  # a Feistel network, which any round function makes a permutation
-            word = (right + keys[number]) * 0xBF58476D1CE4E5B9 & _WORD
+        right, left = index >> bits, index & mask
+        for key in reversed(_keys(seed, epoch)):
+            word = (right + key) * 0xBF58476D1CE4E5B9 & _WORD
             left, right = right, left ^ ((word ^ word >> 32) * 0x94D049BB133111EB >> 40 & mask)
-        if is_back:
-            left, right = right, left
-        value = left << bits | right
-        if value < length:
-            return value
+        index = right << bits | left
+        if index < length:
+            return index
+
+
+def _halves(length: int) -> tuple[int, int]:
+    """Bits of each half of the smallest power of 4 that has so many, and the mask of a half."""
+    bits = (max(1, (length - 1).bit_length()) + 1) // 2
+    return bits, (1 << bits) - 1
 
 
 @lru_cache(64)

@@ -62,7 +62,13 @@ class Prompts:
         select: Select | None = None,
         select_every: int | None = None,
     ) -> None:
-        named = dict(sorted(source.items())) if isinstance(source, Mapping) else {"": source}
+        if type(source).__name__ in ("DatasetDict", "IterableDatasetDict"):
+            raise SettingError(
+                f"prompts {name}: source is a {type(source).__name__}: give one of its splits, such as "
+                f"source[{min(source)!r}], or a mapping of names"
+            )
+        by_name = isinstance(source, Mapping)
+        named = dict(sorted(source.items(), key=lambda pair: str(pair[0]))) if by_name else {"": source}
         sources = {key: source_of(key, given) for key, given in named.items()}
         lengths = {key: len(each) for key, each in sources.items()}
         self._sources: Sequence[Source] = list(sources.values())
@@ -120,9 +126,15 @@ def _fingerprint(sources: Mapping[str, Source]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, source in sources.items():
         for number in _sampled(source):
-            text = json.dumps(source[number], sort_keys=True, default=_kind)
-            digest.update(f"{name} {number} {text}\n".encode(errors="replace"))
+            digest.update(f"{name} {number} {_text_of(source[number])}\n".encode(errors="replace"))
     return digest.hexdigest()
+
+
+def _text_of(prompt: Any) -> str:
+    try:
+        return json.dumps(prompt, sort_keys=True, default=_kind)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON has not, or a circle
+        return _kind(prompt)
 
 
 def _sampled(source: Source) -> Sequence[int]:

@@ -84,7 +84,8 @@ class _Rows:
 
     def __getitem__(self, index: int) -> Any:
         if hasattr(self._table, "iloc"):
-            return self._table.iloc[index].to_dict()
+            row = self._table.iloc[index]
+            return row.to_dict() if hasattr(row, "to_dict") else row
         return self._table.slice(index, 1).to_pylist()[0]
 
 

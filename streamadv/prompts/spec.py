@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -29,11 +29,18 @@ GROUP_ID: Final = re.compile(
 SELECT: Final = re.compile(r"(?:(?:begun|version) [1-9][0-9]{0,14})?")
 MOST_SOURCES: Final = 1000
 MIN_WEIGHT: Final = 1e-9
+#: What is given for each source, in words.
+BY_SOURCE: Final = {"sources": "the number of prompts", "weights": "the weight"}
 MOST: Final = 10**12  # prompts of a source, over all epochs: scripts count exactly
 
 
 def identity(group_id: str) -> str:
     """What a trainer trains on once: of a prompt's group the prompt, whatever its try; of any other the group."""
+    return _prompt_of(group_id) if group_id.startswith(PREFIX) else group_id
+
+
+@lru_cache(8192)
+def _prompt_of(group_id: str) -> str:
     return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id
 
 
@@ -78,6 +85,10 @@ class PromptSet:
     @cached_property
     def _text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
+
+    def say_as(self, text: str) -> None:
+        """Have this text: what the run has of the same set, which another release may have written otherwise."""
+        vars(self)["_text"] = text
 
     @classmethod
     def from_text(cls, text: bytes | str) -> PromptSet:
@@ -164,9 +175,15 @@ class PromptSet:
 
     def difference(self, other: PromptSet) -> str:
         """The first value in which two differ, with both: one line."""
-        for field, mine in asdict(self).items():
-            if mine != (theirs := getattr(other, field)):
-                return f"{field} is {brief(mine)}, in the run {brief(theirs)}"
+        for name, mine in asdict(self).items():
+            theirs = getattr(other, name)
+            if mine == theirs:
+                continue
+            if name in BY_SOURCE:
+                source = min(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+                mine, theirs = mine.get(source), theirs.get(source)
+                name = f"{BY_SOURCE[name]} of source {source!r}" if source else BY_SOURCE[name]
+            return f"{name} is {brief(mine)}, in the run {brief(theirs)}"
         return ""
 
     def locate(self, source: int, position: int) -> tuple[str, int, int]:

@@ -13,7 +13,7 @@ from ..errors import SettingError
 from ..store.keys import RunKeys, ShardKeys
 from ..store.replies import as_text
 from ..store.scripts import ScriptCall, script_call
-from .figures import End, parse_figures
+from .figures import End, end_of, parse_figures
 from .spec import PromptSet, Tried
 
 T = TypeVar("T")
@@ -46,12 +46,14 @@ def describe(keys: ShardKeys, prompts: PromptSet) -> ScriptSteps[None]:
     """Agree on what these prompts are. Raises SettingError if the run has others under the name."""
     args = [prompts.name, prompts.to_text(), doors.random_bytes(8).hex()]
     reply = yield script_call("describe_prompts", keys, args, **_keys(prompts.name, "state"))
-    if reply.decode(errors="replace") == prompts.to_text():
-        return
+    text = reply.decode(errors="replace")
     try:
-        difference = prompts.difference(PromptSet.from_text(reply))
+        difference = prompts.difference(PromptSet.from_text(text))
     except ValueError:
         difference = "what the run has cannot be read"
+    if not difference:
+        prompts.say_as(text)
+        return
     raise SettingError(
         f"prompts {prompts.name} of this producer are not those of the run: {difference}: give all producers the same, "
         "or another name="
@@ -86,17 +88,12 @@ def read_ends(keys: RunKeys) -> ScriptSteps[list[End]]:
     for shard in keys.shards:
         last = START
         while True:
-            flat = yield script_call("read_prompt_ends", shard, [last, READ])
-            ends += ends_in(flat)
-            if len(flat) < 4 * READ:
+            found = yield script_call("read_prompt_ends", shard, [last, READ])
+            ends += map(end_of, found[1:])
+            if len(found) <= READ:
                 break
-            last = as_text(flat[-4])
+            last = as_text(found[0])
     return ends
-
-
-def ends_in(flat: Sequence[bytes]) -> list[End]:
-    """From a reply of `read_prompt_ends`."""
-    return [End(*map(as_text, parts)) for parts in zip(flat[1::4], flat[2::4], flat[3::4], strict=True)]
 
 
 def give_back(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
@@ -125,18 +122,19 @@ class Ends:
         carried = 0
         for shard in range(len(keys.salts)):
             place = (prompts.name, shard)
-            if again:
-                self._cursors[place] = START
+            known = START if again else self._cursors.get(place, START)
+            if not again:  # others carry too: what they have carried need not be read here
+                known = as_text((yield end(keys.home, prompts, [], (shard, known, known), False)))
             while True:
-                known = self._cursors.get(place, START)
-                flat = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
-                if not flat:
+                found = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
+                if not found:
                     break
-                ends = ends_in(flat)
-                last = as_text(flat[-4])
+                ends = list(map(end_of, found[1:]))
+                last = as_text(found[0])
                 now = yield end(keys.home, prompts, ends, (shard, known, last), again)
-                self._cursors[place] = as_text(now)
+                known = as_text(now)
                 carried += len(ends)
+            self._cursors[place] = known
         return carried
 
 
@@ -148,21 +146,21 @@ def end(
     again: bool,
 ) -> ScriptCall:
     """Ends of groups. read: shard, last entry known before, last one of these."""
-    args: list[Any] = [prompts.retries, *read, "repeat" if again else "check"]
+    args: list[Any] = [prompts.retries, *read, "repeat" if again else "check", prompts.skip_solved]
     for group_id, outcome, figures in ends:
         tried = prompts.parse(group_id)
-        if tried is not None:
+        if tried is not None and outcome:
             solved = _solved(prompts, tried, figures) if prompts.skip_solved else ""
-            args += [tried.item, tried.number, tried.epoch, outcome, solved]
+            args.append(f"{tried.item} {tried.number} {tried.epoch} {outcome}{solved}")
     kinds = ("state", "entries", "again", "given_up", "solved")
     return script_call("end_prompts", keys, args, **_keys(prompts.name, *kinds))
 
 
 def _solved(prompts: PromptSet, tried: Tried, figures: str) -> str:
-    """'<number of the prompt among all> <1 if it was solved, else 0>'."""
+    """' <number of the prompt among all> <1 if it was solved, else 0>'."""
     known = parse_figures(figures)
     is_solved = known is not None and known.least >= prompts.best_reward
-    return f"{prompts.overall(tried.source, tried.prompt)} {int(is_solved)}"
+    return f" {prompts.overall(tried.source, tried.prompt)} {int(is_solved)}"
 
 
 def _keys(name: str, *kinds: str) -> Mapping[str, Any]:

@@ -46,7 +46,8 @@ class Stored:
 
     @property
     def is_over(self) -> bool:
-        return self.following == self.prompts.totals and not self.entries
+        left = sum(self.prompts.totals) - sum(self.following)
+        return left == len(self.ended) and not self.entries
 
     def of(self, *nonces: str) -> list[str]:
         """Prompts whose entries have one of these instead of the nonce of a lease."""

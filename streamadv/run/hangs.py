@@ -1,6 +1,7 @@
 """Calls a user's function in bounded time, even if the function does not return.
 
-On the main thread two signals interrupt the call. A timer of the process's CPU time reaches code that never lets
+On the main thread two signals interrupt the call, which stays on it: judges such as Math-Verify bound their own time
+with SIGALRM and refuse every call on another thread. A timer of the process's CPU time reaches code that never lets
 another thread run (a runaway regular expression); a second thread signals code that sleeps. On any other thread, the
 call runs in a thread of its own, which is abandoned when the time is over.
 """

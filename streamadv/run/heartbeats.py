@@ -28,8 +28,11 @@ FORGET_S: Final = 3600.0
 PAST_KEPT: Final = 100
 #: Names that one script takes off the list, each with its heartbeat; foreign ones that one look removes.
 FORGET_SLICE: Final = 1000
-#: What a heartbeat writes: when (ms of the server, another at each heartbeat), how, and which instance of that name.
-PRODUCER_STATE: Final = re.compile(r"[0-9]{1,15} (open|finished|gone)( [0-9]{1,15})?")
+#: What a heartbeat writes: when (ms of the server, another at each heartbeat), how, and which instance of that name; a
+#: gateway adds how many rollouts it plays, and seconds since the last turn of the one that has been silent for longest.
+PRODUCER_STATE: Final = re.compile(
+    r"[0-9]{1,15} (open|serves|finished|gone)( [0-9]{1,15}( [0-9]{1,9} [0-9]{1,9})?)?"
+)
 
 
 class LastHeartbeat(NamedTuple):
@@ -48,8 +51,13 @@ class LastHeartbeat(NamedTuple):
         return self.value.split(b" ")[1]
 
     @property
+    def is_present(self) -> bool:
+        """Whether it has neither finished nor gone."""
+        return self.state in (b"open", b"serves")
+
+    @property
     def instance(self) -> int:
-        return int(self.value.split(b" ")[2]) if self.value.count(b" ") == 2 else 0
+        return int(self.value.split(b" ")[2]) if b" " in self.value.partition(b" ")[2] else 0
 
 
 class Attendance:
@@ -103,7 +111,7 @@ class Attendance:
             name
             for name in listed
             if heartbeats[name].state == b"gone"
-            or (heartbeats[name].state == b"open" and now - heartbeats[name].when > FORGET_S)
+            or (heartbeats[name].is_present and now - heartbeats[name].when > FORGET_S)
         ]
         finished = {name for name in listed if heartbeats[name].state == b"finished"}
         for past in (finished, self.lost & listed):
@@ -116,7 +124,7 @@ class Attendance:
         for name in [name for name in self._heartbeats if name not in listed]:
             state = self._heartbeats[name].state
             self._some_finished |= state == b"finished"
-            if state != b"open" or name in lost:
+            if not self._heartbeats[name].is_present or name in lost:
                 del self._heartbeats[name]
 
     @property
@@ -126,7 +134,7 @@ class Attendance:
         return {
             name
             for name, heartbeat in self._heartbeats.items()
-            if heartbeat.state == b"open" and heartbeat.when <= limit
+            if heartbeat.is_present and heartbeat.when <= limit
         }
 
     @property

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -107,14 +107,12 @@ def read_producers(run: Run, now_ms: int) -> list[ProducerState]:
     for name, heartbeat in sorted(heartbeats.items()):
         if not PRODUCER_STATE.fullmatch(heartbeat):
             continue  # rank 0 removes it
-        heartbeat_ms, word, *_ = heartbeat.split(" ")
+        heartbeat_ms, word, *rest = heartbeat.split(" ")
         if word == "gone":
             continue
         silent_s = max(0, now_ms - int(heartbeat_ms)) / 1000
-        state: Literal["open", "finished", "lost"] = "finished" if word == "finished" else "open"
-        if state == "open" and silent_s > PRODUCER_TIMEOUT_S:
-            state = "lost"
-        producers.append(ProducerState(name, state, round(silent_s, 1)))
+        state = "lost" if word != "finished" and silent_s > PRODUCER_TIMEOUT_S else word
+        producers.append(ProducerState(name, state, round(silent_s, 1), *map(int, rest[1:])))
     return producers
 
 
@@ -145,7 +143,7 @@ def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:
 def _alive(run: Run) -> list[str]:
     now_ms = run.now_ms()
     session: Any = run.connection.scripts.hgetall(run.keys.home.session)
-    producers = any(producer.state == "open" for producer in read_producers(run, now_ms))
+    producers = any(producer.state in ("open", "serves") for producer in read_producers(run, now_ms))
     ranks = any(rank.is_alive for rank in heard_ranks(as_texts(session), now_ms).values())
     return ["producer"] * producers + ["trainer"] * ranks
 

@@ -166,9 +166,10 @@ FACTS: Final[dict[str, Fact]] = {
         "Processes that take entries of a stream; dead: silent for 30 s.", _workers, ("stream", "state")
     ),
     "producers": Fact(
-        "Producers by state; lost: not finished and no longer heard of.",
+        "Producers by state; lost: not finished and no longer heard of; serves: a gateway that begins no groups.",
         lambda s: {
-            state: sum(p.state == state for p in s.producers) for state in ("open", "finished", "lost")
+            state: sum(p.state == state for p in s.producers)
+            for state in ("open", "serves", "finished", "lost")
         },
         ("state",),
     ),

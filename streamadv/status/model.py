@@ -177,11 +177,13 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True)
 class ProducerState:
-    """One producer of the run. lost = not finished, and silent for too long."""
+    """One producer of the run."""
 
     name: str
-    state: Literal["open", "finished", "lost"]
+    state: str  # open, serves (a gateway that the run does not wait for), finished, or lost (silent for too long)
     silent_s: float
+    rollouts: int | None = None  # of a gateway: open ones that it plays
+    turn_s: int | None = None  # since the last turn of the one of these that has been silent for longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..prompts.figures import End, TriesSeen, by_prompt
+from ..prompts.figures import End, TriesSeen, by_prompt, end_of
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
 from ..store.replies import as_text
@@ -80,8 +80,7 @@ def read_ends(run: Run) -> list[End]:
     ends = []
     for keys in run.keys.shards:
         found: Any = run.connection.scripts.xrevrange(keys.prompt_ends)
-        for _, fields in found:
-            ends.append(End(*(as_text(fields.get(name, b"")) for name in (b"group", b"outcome", b"figures"))))
+        ends += [end_of(fields.get(b"end", b"")) for _, fields in found]
     return ends
 
 

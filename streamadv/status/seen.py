@@ -6,17 +6,21 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from functools import lru_cache
+from itertools import chain, islice, repeat
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..errors import WireError
-from ..grouping.groups_log import StoredColumns, payload_lines
-from ..messages import brief
+from ..grouping.groups_log import PacketLine, StoredColumns, StoredScore, payload_lines
+from ..messages import first_problem
 from ..run import Run, Shard
 from ..run.kept import Numbers, unpack_late, unpack_results
 from ..store.replies import as_count, as_int, as_text
-from ..trajectory.member_table import cut_tables, read_table
-from ..trajectory.members import Members
+from ..trajectory.member_table import cut_tables, read_tables
+from ..trajectory.members import offsets
 from ..trajectory.packet import StoredPacket
 from ..trajectory.reference import Reference, references_of
 
@@ -26,6 +30,25 @@ PLACES: Final[tuple[Where, ...]] = ("open", "waiting", "kept", "dead")
 PAGE: Final = 32
 _HEAD: Final = ("size", "count", "opened_ms", "epoch", "version", "outcome", "data_source")
 Fields = Mapping[bytes, bytes]
+_INDICES: Final = TypeAdapter(list[int])
+_SCORES: Final = TypeAdapter(dict[str, StoredScore])
+
+
+class _Record(BaseModel):
+    """What is read of a batch's record; the rest is as it stands there."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_groups: int = 0
+    chain: dict[str, Any] = {}
+    late: list[str] = []
+    metrics: dict[str, Any] = {}
+
+
+@lru_cache(64)  # groups of a batch have the same one
+def _parse_record(raw: bytes) -> dict[str, Any]:
+    """Raises ValueError."""
+    return _Record.model_validate_json(raw).model_dump(exclude_unset=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +113,19 @@ def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
         yield from readers[where](shard)
 
 
-def read_kept_since(shard: Shard, after: str) -> tuple[str | None, Iterator[SeenGroup]]:
-    """The oldest kept entry of a shard, None without any; and the groups that were kept after the entry `after`."""
+def kept_pages(shard: Shard, *, begin: str = "-", before: str = "") -> Iterator[list[SeenGroup]]:
+    """Kept groups of a shard by pages: from the entry `begin` on, the oldest first; or with `before` those in front of
+    this entry (`+`: all), the newest first.
+    """
+    key = shard.keys.kept
+    for page in _pages_back(shard, key, before) if before else _pages(shard, key, begin):
+        yield _seen(shard.index, "kept", page)
+
+
+def oldest_kept(shard: Shard) -> str | None:
+    """The oldest kept entry of a shard; None without any."""
     first: Any = shard.connection.scripts.xrange(shard.keys.kept, "-", "+", 1)
-    new = (entry.seen() for entry in kept_entries(shard, f"({after}" if after else "-"))
-    return (first[0][0].decode() if first else None), new
+    return first[0][0].decode() if first else None
 
 
 def read_again(run: Run, group: Place) -> SeenGroup | None:
@@ -112,20 +143,43 @@ def find_group(run: Run, group_id: str) -> SeenGroup | None:
     shard = run.shard_of(group_id)
     if (group := _open_group(shard, group_id)) or (group := _dead_group(shard, group_id)):
         return group
-    for reader in (_read_waiting, _read_kept):
-        if found := [each for each in reader(shard) if each.group_id == group_id]:
-            return found[-1]
-    return None
+    if found := list(_named(_pages(shard, shard.keys.groups), group_id)):
+        owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
+        return next(_waiting(shard, found[-1:], owners))
+    newest = islice(_named(_pages_back(shard, shard.keys.kept, "+"), group_id), 1)
+    return next(iter(_seen(shard.index, "kept", list(newest))), None)
 
 
-def _entries(shard: Shard, key: str, after: str = "-") -> Iterator[tuple[str, dict[bytes, bytes]]]:
+Page = Sequence[tuple[str, Fields]]
+
+
+def _named(pages: Iterator[Page], group_id: str) -> Iterator[tuple[str, Fields]]:
+    """The entries of a group."""
+    for page in pages:
+        yield from (each for each in page if as_text(each[1].get(b"group_id", b"")) == group_id)
+
+
+def _pages(shard: Shard, key: str, after: str = "-") -> Iterator[Page]:
+    """Entries of a stream, the oldest first. after: the first one, or `(<id>` = those behind this one."""
     while True:
         page: Any = shard.connection.scripts.xrange(key, after, "+", PAGE)
-        for entry, fields in page:
-            yield entry.decode(), fields
+        if page:
+            yield [(entry.decode(), fields) for entry, fields in page]
         if len(page) < PAGE:
             return
         after = f"({page[-1][0].decode()}"
+
+
+def _pages_back(shard: Shard, key: str, before: str) -> Iterator[Page]:
+    """Entries of a stream, the newest first. before: `+` = from the newest on, or an entry."""
+    while True:
+        end = before if before == "+" else f"({before}"
+        page: Any = shard.connection.scripts.xrevrange(key, end, "-", PAGE)
+        if page:
+            yield [(entry.decode(), fields) for entry, fields in page]
+        if len(page) < PAGE:
+            return
+        before = page[-1][0].decode()
 
 
 def _read_open(shard: Shard) -> Iterator[SeenGroup]:
@@ -148,7 +202,7 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
             tables += rest.partition(b"\n\n")[2]
         elif name.startswith(b"score:"):
             with suppress(ValueError):
-                scores[name[6:].decode()] = json.loads(value)
+                scores[name[6:].decode()] = StoredScore.model_validate_json(value).model_dump()
     role, size, _, opened_ms, epoch, version, source = head
     fields = {
         b"group_id": group_id.encode(),
@@ -157,7 +211,7 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
         b"tables": tables,
         b"scores": json.dumps(scores).encode(),
     }
-    group = _seen(shard.index, "open", fields)
+    (group,) = _seen(shard.index, "open", [("", fields)])
     group.slots, group.round = as_text(stored.get(b"slots", b""), 8192), _text(stored.get(b"round"))
     group.detail = "evaluation" if role == b"eval" else ""
     return group
@@ -165,15 +219,17 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
 
 def _read_waiting(shard: Shard) -> Iterator[SeenGroup]:
     owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
-    for entry, fields in _entries(shard, shard.keys.groups):
-        group = _seen(shard.index, "waiting", fields, entry)
-        group.batch = as_int(owners.get(entry.encode(), b"").partition(b"-")[0])
+    return chain.from_iterable(_waiting(shard, page, owners) for page in _pages(shard, shard.keys.groups))
+
+
+def _waiting(shard: Shard, page: Page, owners: Fields) -> Iterator[SeenGroup]:
+    for group in _seen(shard.index, "waiting", page):
+        group.batch = as_int(owners.get(group.entry.encode(), b"").partition(b"-")[0])
         yield group
 
 
 def _read_kept(shard: Shard) -> Iterator[SeenGroup]:
-    for kept in kept_entries(shard):
-        yield kept.seen()
+    return chain.from_iterable(kept_pages(shard))
 
 
 class KeptEntry(NamedTuple):
@@ -185,13 +241,15 @@ class KeptEntry(NamedTuple):
 
     def seen(self) -> SeenGroup:
         """Its group, as people look at it."""
-        return _seen(self.shard, "kept", self.fields, self.id)
+        (group,) = _seen(self.shard, "kept", [(self.id, self.fields)])
+        return group
 
 
 def kept_entries(shard: Shard, after: str = "-") -> Iterator[KeptEntry]:
     """The entries of a shard's stream `kept`, the oldest first. after: `(<id>` = those behind this one."""
-    for entry, fields in _entries(shard, shard.keys.kept, after):
-        yield KeptEntry(shard.index, entry, fields)
+    for page in _pages(shard, shard.keys.kept, after):
+        for entry, fields in page:
+            yield KeptEntry(shard.index, entry, fields)
 
 
 def _read_dead(shard: Shard) -> Iterator[SeenGroup]:
@@ -207,13 +265,30 @@ def _dead_group(shard: Shard, group_id: str) -> SeenGroup | None:
     if b"reason" not in stored:
         return None
     fields = {name.removeprefix(b"log:"): value for name, value in stored.items()}
-    group = _seen(shard.index, "dead", {**fields, b"group_id": group_id.encode()})
+    (group,) = _seen(shard.index, "dead", [("", {**fields, b"group_id": group_id.encode()})])
     group.outcome = f"dead:{as_text(stored[b'reason'])}"
     return group
 
 
-def _seen(shard: int, where: Where, fields: Fields, entry: str = "") -> SeenGroup:
-    """A group from the fields of its entry in a log."""
+def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
+    """Groups from the fields of their entries in a log."""
+    groups, found = list[SeenGroup](), list[tuple[SeenGroup, _Stored]]()
+    for entry, fields in page:
+        groups.append(group := _head_of(shard, where, fields, entry))
+        try:
+            group.record = _parse_record(fields.get(b"record", b"{}"))
+            group.left_out = _INDICES.validate_json(fields.get(b"left_out", b"[]"))
+            found.append((group, _Stored.of(group, fields)))
+            group.results = unpack_results(fields[b"results"]) if b"results" in fields else ()
+            group.late = unpack_late(fields.get(b"late", b""))
+        except (WireError, ValueError) as error:
+            group.problem = _in_words(error)
+    _read_members([each for each in found if each[1].lines])
+    return groups
+
+
+def _head_of(shard: int, where: Where, fields: Fields, entry: str) -> SeenGroup:
+    """A group without its members."""
     head = dict(zip(_HEAD, fields.get(b"head", b"").split(b" ", 6), strict=False))
     group = SeenGroup(
         where,
@@ -233,45 +308,78 @@ def _seen(shard: int, where: Where, fields: Fields, entry: str = "") -> SeenGrou
     if b"naming" in fields:
         k, _, drop_after = as_text(fields[b"naming"]).partition(" ")
         group.naming = as_count(k), as_int(drop_after)
-    try:
-        group.record = json.loads(fields.get(b"record", b"{}"))
-        group.left_out = json.loads(fields.get(b"left_out", b"[]"))
-        _read_members(group, fields)
-        group.results = unpack_results(fields[b"results"]) if b"results" in fields else ()
-        group.late = unpack_late(fields.get(b"late", b""))
-    except (WireError, ValueError) as error:
-        group.problem = str(error)
     return group
 
 
-def _read_members(group: SeenGroup, fields: Fields) -> None:
-    """Fill in packets and members. Raises WireError and ValueError."""
-    packets, members, counting = [], list[Reference](), set[int]()
-    scores = json.loads(fields.get(b"scores", b"{}"))
-    tables = cut_tables(fields.get(b"tables", b""))
-    text = fields.get(b"payloads", b"").decode()
-    lines, group.columns = payload_lines(text, "") if text else ([], [])
-    for line, table in zip(lines, tables, strict=True):
-        found, columns = read_table(table, line.size)
-        packets.append(StoredPacket(line.key, line.size, line.epoch, columns, found))
-        for reference, counts in zip(_references(group, found), line.mask, strict=True):
-            score = scores.get(str(reference.rollout_index)) if reference.reward is None else None
-            members.append(reference if score is None else replace(reference, **_score(score)))
-            counting.update([reference.rollout_index] if counts == "1" else ())
-    group.packets, group.counting = packets, frozenset(counting)
-    group.members = sorted(members, key=lambda member: member.rollout_index)
+class _Stored(NamedTuple):
+    """What stands in a log of the members of a group."""
+
+    lines: Sequence[PacketLine]
+    tables: Sequence[memoryview]
+    scores: Mapping[str, StoredScore]
+
+    @classmethod
+    def of(cls, group: SeenGroup, fields: Fields) -> Self:
+        """From the fields of its entry, which name the group's columns too. Raises WireError and ValueError."""
+        text = fields.get(b"payloads", b"").decode()
+        lines, group.columns = payload_lines(text, "") if text else ([], [])
+        tables = cut_tables(fields.get(b"tables", b""))
+        if len(tables) != len(lines):
+            raise ValueError(f"{len(tables)} member tables for {len(lines)} packets")
+        return cls(lines, tables, _SCORES.validate_json(fields.get(b"scores", b"{}")))
 
 
-def _references(group: SeenGroup, members: Members) -> list[Reference]:
-    return references_of(members, repeat((group.group_id, group.data_source), len(members)))
-
-
-def _score(score: Any) -> dict[str, Any]:
-    """The rewards that `producer.score` brought. Raises ValueError."""
+def _read_members(groups: Sequence[tuple[SeenGroup, _Stored]]) -> None:
+    """Fill in packets and members, of all groups together; in halves, if one of them has a problem, which is noted."""
     try:
-        return {"reward": float(score["reward"]), "rewards": dict(score.get("rewards", {}))}
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"a score is {brief(score)}") from error
+        found = _members_of(groups) if groups else []
+    except (WireError, ValueError) as error:
+        if len(groups) == 1:
+            groups[0][0].problem = _in_words(error)
+            return
+        middle = len(groups) // 2
+        _read_members(groups[:middle])
+        _read_members(groups[middle:])
+        return
+    for (group, _), (packets, members, counting) in zip(groups, found, strict=True):
+        group.packets, group.counting = packets, counting
+        group.members = sorted(members, key=lambda member: member.rollout_index)
+
+
+_Found = tuple[list[StoredPacket], list[Reference], frozenset[int]]
+
+
+def _members_of(groups: Sequence[tuple[SeenGroup, _Stored]]) -> list[_Found]:
+    """Of each group packets, members, and rollout indices of those that count. Raises WireError and ValueError."""
+    lines = [(group, stored, line) for group, stored in groups for line in stored.lines]
+    tables = read_tables(
+        [table for _, stored in groups for table in stored.tables], [line.size for *_, line in lines]
+    )
+    for (*_, line), count in zip(lines, tables.counts, strict=True):
+        if len(line.mask) != count:
+            raise ValueError(f"packet {line.key} has {count} members, its mask {line.mask}")
+    owners = chain.from_iterable(
+        repeat((group.group_id, group.data_source), len(line.mask)) for group, _, line in lines
+    )
+    references = iter(references_of(tables.members, owners))
+    parts = iter(tables.members.parts(offsets(np.array(tables.counts)).tolist(), tables.names))
+    columns, found = iter(tables.columns), list[_Found]()
+    for _, stored in groups:
+        packets, members, counting = [], list[Reference](), set[int]()
+        for line in stored.lines:
+            packets.append(StoredPacket(line.key, line.size, line.epoch, next(columns), next(parts)))
+            for reference, counts in zip(islice(references, len(line.mask)), line.mask, strict=True):
+                score = stored.scores.get(str(reference.rollout_index)) if reference.reward is None else None
+                if score is not None:
+                    reference = replace(reference, reward=score.reward, rewards=score.rewards)
+                members.append(reference)
+                counting.update([reference.rollout_index] if counts == "1" else ())
+        found.append((packets, members, frozenset(counting)))
+    return found
+
+
+def _in_words(error: Exception) -> str:
+    return first_problem(error) if isinstance(error, ValueError) else str(error)
 
 
 def _text(value: bytes | None) -> str | None:

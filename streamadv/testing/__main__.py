@@ -51,7 +51,8 @@ def _run(given: argparse.Namespace) -> int:
     first = int(at.read_text()) if at.exists() else seed
     began, broken = time.monotonic(), sorted(folder.glob(f"from-{seed}-*.json"))
     due = range(first, seed + schedules)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run_seed.__module__, "torch"])
     with context.Pool(given.processes, maxtasksperchild=SCHEDULES_OF_A_PROCESS) as pool:
         for number, (text, choices) in zip(
             due, pool.imap(partial(run_seed, given.without), due), strict=True

@@ -90,6 +90,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     for key, value in sorted(store.data.items()):
         if key.endswith(STREAMS) and value.ids and not may_stay:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
+        elif key.endswith((b":batches", b":applied")) and not may_stay:
+            yield f"accounting: {sorted(value)} are left in {key.decode()}"
         elif key.endswith(b":garbage"):
             yield f"accounting: {len(value)} payloads are left in {key.decode()}"
 
@@ -166,12 +168,18 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     # A job that commits each batch begins anew from an older checkpoint, maybe after all producers have finished.
     if pipeline.scene.each_batch and pipeline.jobs > 1:
         return
+    # What the server loses after that comes back to nobody.
+    if any(lost >= over for lost, _ in pipeline.world.lost for over in pipeline.prompts_over):
+        return
     if not stored.is_over:
         yield f"P11: after the end {len(stored.entries)} prompts are begun, of {stored.following} {stored.entries}"
     trained = {prompt for prompt, _ in places}
     ends = Counter[str]()
     for counter, number in stored.counters.items():
         ends[counter.partition(":")[0].partition(" ")[0]] += number
+    lost = sum(number for counter, number in stored.counters.items() if counter.startswith("given_up:lost "))
+    if lost and not pipeline.world.lost:
+        yield f"P11: {lost} prompts are given up as lost, and no server has lost anything"
     given_up = ends["given_up"] + ends["filtered"] + ends["skipped"]
     # After a loss a group that is in the weights may be pushed again in part, and expire.
     missing = len(pipeline.prompts) - len(trained) - given_up

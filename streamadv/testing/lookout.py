@@ -27,6 +27,7 @@ class Lookout:
         """Once, and again until the run has ended."""
         self._look_for_the_silent()
         self._look_for_nobodys_groups()
+        self._look_for_turns_of_the_ended()
         if not self._pipeline.ended:
             self._pipeline.world.at(self._pipeline.world.time + LOOK_S, self.look)
 
@@ -68,3 +69,15 @@ class Lookout:
             pipeline.violate(
                 f"P3: all producers have left, and {len(open_groups)} groups are open that nobody has"
             )
+
+    def _look_for_turns_of_the_ended(self) -> None:
+        """A slot that has ended keeps no turns."""
+        data = self._pipeline.world.server.store.data
+        for name in data.get(b"{r:0:0}:open", {}):
+            fields = data.get(b"{r:0:0}:group:" + name, {})
+            slots = fields.get(b"slots", b"")
+            kept = [int(field.split(b":")[1]) for field in fields if field.startswith((b"turn:", b"turns:"))]
+            if any(slots[slot : slot + 1] not in (b".", b"") for slot in kept):
+                self._pipeline.violate(
+                    f"accounting: group {name.decode()} keeps turns of a slot that has ended"
+                )

@@ -46,14 +46,12 @@ SCORER: Final = "judge"
 #: For which the prompts of a scene are played.
 EPOCHS: Final = 2
 
-#: Seconds of the world after which nothing fails any more.
-CALM_S: Final = 60.0
 #: When an operator looks at the dead letters.
 PURGE_S: Final = 25.0
 #: Seconds in which a run that nothing disturbs ends, beyond the deadline of its groups.
 END_S: Final = 150.0
 #: Seconds in which what is left to do after the end of a run is done.
-QUIET_S: Final = 14.0
+QUIET_S: Final = 8.0
 #: Seconds that a group may wait for admission when nothing fails.
 ADMISSION_S: Final = 75.0
 #: Polls are rarer than in earnest, so that an idle minute costs little.
@@ -121,6 +119,8 @@ class Pipeline:
         self.archived: list[Record] = []
         self.forgotten: list[float] = []
         """When the server lost writes, and the run has not noted its servers."""
+        self.prompts_over: list[float] = []
+        """When producers were told that all prompts have ended."""
         self.played_late = False
         """Whether a group begun ahead had to wait for longer than its deadline."""
         self.ended = False
@@ -156,17 +156,18 @@ class Pipeline:
                 world.at(self.scene.successor_s, self._start_successor)
             if self.scene.needs:
                 world.at(PURGE_S, lambda: self._supervise("operator", self._purge))
-            world.at(CALM_S, self._calm)
+            world.at(self.scene.calm_s, self._calm)
             world.at(LOOK_S, Lookout(self).look)
             world.at_loss.append(self._note_forgotten)
             for wait in (40.0, 80.0, 120.0):
-                world.at(CALM_S + wait, self._finish_for_the_lost)
-            limit = CALM_S + max(self.scene.deadline_s, SLOW_S) + END_S
+                world.at(self.scene.calm_s + wait, self._finish_for_the_lost)
+            longest = max(self.scene.deadline_s, SLOW_S) + END_S
+            limit = self.scene.calm_s + longest
             world.run(lambda: self.ended or bool(self.violations) or world.time > limit)
             self._raise()
             if not self.ended:
                 raise Violation(
-                    f"P3: the run has not ended {limit - CALM_S:.0f} s after the last fault: {self._state()}"
+                    f"P3: the run has not ended {longest:.0f} s after the last fault: {self._state()}"
                 )
             alive = [process.disturbed_until for process in world.processes if not process.dead]
             purged = PURGE_S if self.scene.needs else 0.0
@@ -408,11 +409,12 @@ class Pipeline:
 
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""
+        calm = self.scene.calm_s
         since = max(
             since,
             self.world.disturbed_until,
             life.process.disturbed_until,
-            CALM_S if self.world.time > CALM_S else 0.0,
+            calm if self.world.time > calm else 0.0,
         )
         seconds = self.world.time - since
         # Groups of a producer that nobody knows of, and those that nobody plays, count until their deadline.

@@ -30,10 +30,9 @@ class Plan:
             self.taken[label] = chosen
         return chosen
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether a seed draws."""
-        return self._given is None
+    def draw(self, draw: Callable[[random.Random], Any]) -> Any:
+        """What `draw` makes of the seed, which only says how others are drawn; None in a replay."""
+        return draw(self._random) if self._given is None else None
 
 
 def cut_down(

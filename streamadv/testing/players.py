@@ -200,6 +200,7 @@ class Blocking(_Play):
                     rollout.fail()
                 else:
                     self._played(group, rollout, 0.1)
+        self.pipeline.prompts_over.append(self.world.time)
 
     do_turns = do_group  # a gateway is an asyncio producer
 
@@ -255,6 +256,7 @@ class Asyncio(_Play):
                     await rollout.fail()
                 else:
                     await self._played(group, rollout, 0.1)
+        self.pipeline.prompts_over.append(self.world.time)
 
     async def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
         self.world.moment()

@@ -113,27 +113,50 @@ class Scene:
     """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
+    calm_s: float
+    """Seconds of the world after which nothing fails any more."""
+
+
+#: Of all schedules, those whose scene has everything that is drawn for it. In the others few producers push few groups,
+#: and a feature is there with this probability each: most faults need no more, and a small schedule takes a third.
+LARGE: Final = 0.03
+FEATURE: Final = 0.1
+#: Whether a producer carries an operation out at one of its PLACES, in large and in small scenes.
+OPERATES: Final = (0.5, 0.3)
+PLACES: Final = 6
 
 
 def draw_scene(world: World) -> Scene:
     """The scene of this world's plan."""
+    is_large = world.plan.draw(lambda source: source.random() < LARGE)
 
-    def pick(label: str, plain: Any, *others: Any) -> Any:
-        chosen = world.plan.choose(f"scene/{label}", lambda source: source.choice((plain, *others)))
+    def pick(label: str, plain: Any, *others: Any, often: float = 1.0) -> Any:
+        """often: in how many of the schedules that are not large it is drawn, else it is plain."""
+
+        def draw(source: random.Random) -> Any:
+            return source.choice((plain, *others)) if is_large or source.random() < often else None
+
+        chosen = world.plan.choose(f"scene/{label}", draw)
         return plain if chosen is None else chosen
+
+    def operation(source: random.Random) -> list[Any] | None:
+        if source.random() >= OPERATES[not is_large]:
+            return None
+        return [source.choice(OPERATIONS), source.choice((0.0, 0.0, 0.0, 0.1, 1.0, 4.0))]
 
     producers = []
     for number in range(3):
-        kind = pick(f"p{number}", "blocking" if not number else "none", "blocking", "named", "asyncio")
+        plain, often = ("none", (0.6, 0.2)[number - 1]) if number else ("blocking", 1.0)
+        kind = pick(f"p{number}", plain, "blocking", "named", "asyncio", often=often)
         if kind == "none":
             continue
         operations = []
-        for place in range(6):
-            operation = world.plan.choose(f"scene/p{number}/{place}", _operation)
-            if operation is not None:
-                operations.append((place, *operation))
+        for place in range(PLACES):
+            drawn = world.plan.choose(f"scene/p{number}/{place}", operation)
+            if drawn is not None:
+                operations.append((place, *drawn))
         hands = pick(f"p{number}/hands", 1, 1, 2, 3)
-        lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 45.0)
+        lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 45.0, often=0.1)
         ends = pick(f"p{number}/ends", "finish", "finish", "close")
         plays = pick(f"p{number}/plays", 0.0, 0.2, 3.0, 6.0)
         producers.append(
@@ -145,26 +168,21 @@ def draw_scene(world: World) -> Scene:
     return Scene(
         producers,
         trainer_late_s=pick("trainer_late_s", 0.0, 0.0, 4.0),
-        ranks=pick("ranks", 1, 1, 2),
+        ranks=pick("ranks", 1, 2, often=2 * FEATURE),
         batch_groups=pick("batch_groups", 2, 1),
         max_staleness=pick("max_staleness", -1, 1, 1, 2),
-        deadline_s=pick("deadline_s", 20.0, 120.0, 4.0),
+        deadline_s=pick("deadline_s", 20.0, *((120.0, 4.0) if is_large else (12.0, 12.0, 4.0))),
         save_every=pick("save_every", 1, 2, 3),
         prefetch=pick("prefetch", 1, 0),
         each_batch=pick("each_batch", False, True),
-        workers=pick("workers", 1, 1, 1, 2),
-        redundancy=pick("redundancy", 0, 0, 0, 1),
-        scored=pick("scored", False, False, True),
-        needs=pick("needs", False, False, True),
-        folder=pick("folder", False, False, True),
-        archive=pick("archive", False, False, False, True),
-        prompts=pick("prompts", 0, 0, 0, 5),
-        groupers=pick("groupers", 1, 1, 2),
-        successor_s=pick("successor_s", 0.0, 0.0, 0.0, 6.0, 12.0, 25.0),
+        workers=pick("workers", 1, 2, often=FEATURE),
+        redundancy=pick("redundancy", 0, 1, often=2 * FEATURE),
+        scored=pick("scored", False, True, often=2 * FEATURE),
+        needs=pick("needs", False, True, often=2 * FEATURE),
+        folder=pick("folder", False, True, often=4 * FEATURE),
+        archive=pick("archive", False, True, often=FEATURE),
+        prompts=pick("prompts", 0, 5, often=4 * FEATURE),
+        groupers=pick("groupers", 1, 2, often=2 * FEATURE),
+        successor_s=pick("successor_s", 0.0, 6.0, 12.0, 25.0, often=2 * FEATURE),
+        calm_s=pick("calm_s", 60.0, *(() if is_large else (10.0, 20.0, 20.0, 30.0))),
     )
-
-
-def _operation(source: random.Random) -> list[Any] | None:
-    if source.random() < 0.5:
-        return None
-    return [source.choice(OPERATIONS), source.choice((0.0, 0.0, 0.0, 0.1, 1.0, 4.0))]

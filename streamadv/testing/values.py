@@ -106,6 +106,7 @@ class SortedSet(dict[bytes, float]):
 
 WRONG_TYPE: Final = "WRONGTYPE Operation against a key holding the wrong kind of value"
 NO_INTEGER: Final = "ERR value is not an integer or out of range"
+_WHOLE: Final = re.compile(rb"-?(0|[1-9]\d{0,18})").fullmatch
 BAD_ID: Final = "ERR Invalid stream ID specified as stream command argument"
 
 
@@ -127,9 +128,9 @@ def id_of(text: bytes, missing: int = 0) -> Id:
 
 def whole(text: bytes) -> int:
     """A whole number of 64 bits."""
-    if not re.fullmatch(rb"-?(0|[1-9]\d{0,18})", text) or not -(2**63) <= int(text) < 2**63 or text == b"-0":
+    if not _WHOLE(text) or not -(2**63) <= (number := int(text)) < 2**63 or text == b"-0":
         raise Refusal(NO_INTEGER)
-    return int(text)
+    return number
 
 
 def real(text: bytes) -> float:

@@ -17,6 +17,8 @@ from ..algorithms import preset_names
 from ..errors import SettingError, StreamadvError
 from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
+from ..run.kept import share_kept
+from ..run.manifest import RunSettings
 from ..status.prompts import read_progress, tried
 from ..status.turns import advantage_range
 from ..status.why import why
@@ -24,7 +26,7 @@ from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
 from .again import compute_again
 from .board import Board
-from .book import PAGE, Book, Choice, batches_of, facets, histogram
+from .book import PAGE, Book, Choice, Line, batches_of, facets, histogram
 from .pages import FOLDER, environment
 from .rollouts import (
     MAX_MEMBERS,
@@ -75,21 +77,37 @@ class Desk:
         self._connection = Connection(url, reply_timeout=REPLY_S)
         self._name, self._tokenizer = name, tokenizer
         self._run: Run | None = None
+        self._texts: Ids | None = None
+
+    def _join(self) -> Run:
+        """The run as it is now. Raises SettingError while it does not exist."""
+        if self._run is not None:
+            keys = self._run.keys
+            self._run.refresh()
+            if self._run.keys == keys:
+                return self._run
+        self._run = run = find_run(self._connection, self._name)
+        self.run, self.book, self._texts = run, Book(run), None
+        self.board = Board(run, self.book)
+        return run
 
     @property
-    def run(self) -> Run:
-        """The run. Raises SettingError while it does not exist."""
-        if self._run is None:
-            self._run = run = find_run(self._connection, self._name)
-            self.book = Book(run)
-            self.board = Board(run, self.book)
-            self.texts: Ids = open_tokenizer(self._tokenizer, run.manifest.tokenizer)
-        return self._run
+    def texts(self) -> Ids:
+        """Text of tokens. Raises SettingError."""
+        if self._texts is None:
+            self._texts = open_tokenizer(self._tokenizer, self.run.manifest.tokenizer)
+        return self._texts
+
+    @property
+    def kept_share(self) -> str:
+        """The share of the groups that were trained on that are kept; "" = none."""
+        share = share_kept(self.run.manifest, "trained")
+        return f"{100 * share:.3g} %" if share else ""
 
     def ask(self, question: Callable[[Desk], T]) -> T:
         """The answer. Raises AwayError."""
         try:
-            assert self.run is not None
+            self._join()
             return question(self)
         except RETRYABLE as error:
             raise AwayError(server_reason(error).line(None)) from None
@@ -124,7 +142,7 @@ class Screens:
 
     def __init__(self, url: str, run: str, tokenizer: str | None) -> None:
         self._name = run
-        #: Of the board, of what people open, and of batches that are computed again, which takes longest.
+        #: Of the board and the book, of what people open, and of batches that are computed again, which takes longest.
         self._now, self._rows, self._again = (Reader(url, run, tokenizer) for _ in range(3))
         self._pages, self._panels = environment(), load_points(VIEWS)
         self._reading: asyncio.Task[str] | None = None
@@ -170,9 +188,13 @@ class Screens:
         board = await self._now.ask(lambda desk: desk.board.read())
         return self._pages.get_template("board.html").render(run=self._name, **board)
 
+    async def _lines(self) -> tuple[list[Line], bool]:
+        """All groups there are, and whether older ones are still to be read."""
+        return await self._now.ask(lambda desk: (desk.book.lines(), not desk.book.is_whole))
+
     async def groups(self, request: web.Request) -> web.Response:
         choice = _choice(request)
-        lines = await self._rows.ask(lambda desk: desk.book.lines())
+        lines, reads_on = await self._lines()
         chosen = [line for line in lines if choice.has(line)]
         means = [reward for line in lines for reward in line.known]
         pages = max(1, -(-len(chosen) // PAGE))
@@ -180,6 +202,7 @@ class Screens:
         return self._page(
             "groups.html",
             title="Groups",
+            reads_on=reads_on,
             choice=choice,
             total=len(lines),
             count=len(chosen),
@@ -195,9 +218,10 @@ class Screens:
 
     async def group(self, request: web.Request) -> web.Response:
         group_id, start = request.query.get("id", ""), _whole(request, "from", 0)
+        lines, _ = await self._lines()
 
         def question(desk: Desk) -> dict[str, Any] | None:
-            group = find(desk.run, desk.book.lines(), group_id)
+            group = find(desk.run, lines, group_id)
             if group is None:
                 return None
             side = side_by_side(desk.run, group, desk.texts, start)
@@ -209,9 +233,10 @@ class Screens:
 
     async def tokens(self, request: web.Request) -> web.Response:
         group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
+        lines, _ = await self._lines()
 
         def question(desk: Desk) -> dict[str, Any] | None:
-            group = find(desk.run, desk.book.lines(), group_id)
+            group = find(desk.run, lines, group_id)
             each = None if group is None else rollout_of(desk.run, group, index)
             if group is None or each is None:
                 return None
@@ -228,9 +253,10 @@ class Screens:
         group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
         if (render := self._panels.get(request.query.get("name", ""))) is None:
             raise web.HTTPNotFound(text="no package has this panel")
+        lines, _ = await self._lines()
 
         def question(desk: Desk) -> str | None:
-            each = rollout(desk.run, desk.book.lines(), group_id, index)
+            each = rollout(desk.run, lines, group_id, index)
             return None if each is None else panel_text(render, each)
 
         text = await self._rows.ask(question)
@@ -239,9 +265,10 @@ class Screens:
     async def columns(self, request: web.Request) -> web.Response:
         """The tokens of a rollout with all their columns, as JSON."""
         group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
+        lines, _ = await self._lines()
 
         def question(desk: Desk) -> dict[str, Any] | None:
-            each = rollout(desk.run, desk.book.lines(), group_id, index)
+            each = rollout(desk.run, lines, group_id, index)
             return None if each is None else tokens_of(each, desk.texts)
 
         if (found := await self._rows.ask(question)) is None:
@@ -252,22 +279,28 @@ class Screens:
 
     async def batch(self, request: web.Request) -> web.Response:
         asked, chain = _whole(request, "k", -1), request.query.get("chain")
+        lines, reads_on = await self._lines()
 
         def question(desk: Desk) -> dict[str, Any]:
-            lines = desk.book.lines()
             known = batches_of(lines)
             k = asked if asked >= 0 or not known else max(known)
             shown = batch_view(desk.run, lines, k, desk.texts) if k >= 0 else None
             rewards = [reward for line in lines for reward in line.known]
             low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-            return {"known": known, "batch": shown, "low": low, "high": high}
+            return {"known": known, "batch": shown, "low": low, "high": high, "kept": desk.kept_share}
 
         found = await self._rows.ask(question)
         again, k = None, found["batch"]["k"] if found["batch"] else -1
         if chain is not None and k >= 0:
             again = await self._again.ask(lambda desk: compute_again(desk.run, k, chain.strip()))
         return self._page(
-            "batch.html", title="Batch", again=again, presets=preset_names(), page=PAGE, **found
+            "batch.html",
+            title="Batch",
+            reads_on=reads_on,
+            again=again,
+            presets=preset_names(),
+            page=PAGE,
+            **found,
         )
 
     async def prompts(self, request: web.Request) -> web.Response:
@@ -277,6 +310,15 @@ class Screens:
         return self._page(
             "prompts.html", title="Prompts", sources=sources, seen=seen[:MOST_PROMPTS], count=len(seen)
         )
+
+    async def settings(self, request: web.Request) -> web.Response:
+        manifest = await self._rows.ask(lambda desk: desk.run.manifest)
+        named = {"shards": len(manifest.keys.salts), **manifest.model_dump(mode="json")}
+        lines = [
+            (name, named[name], field.description, name == "shards" or name in manifest.fields)
+            for name, field in RunSettings.model_fields.items()
+        ]
+        return self._page("settings.html", title="Settings", lines=lines)
 
     def _gone(self, group_id: str, index: int | None = None) -> web.Response:
         return self._page("gone.html", status=404, title="Gone", group_id=group_id, index=index)
@@ -328,6 +370,7 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
     app.router.add_get("/panel", screens.panel)
     app.router.add_get("/batch", screens.batch)
     app.router.add_get("/prompts", screens.prompts)
+    app.router.add_get("/settings", screens.settings)
     app.router.add_static("/static", FOLDER / "static")
 
     async def on_shutdown(_: web.Application) -> None:

@@ -37,19 +37,39 @@ ORDINARY: Final = frozenset({"pacing", "groups_coming", "computing"})
 State = Literal["idle", "flowing", "waiting", "stuck"]
 
 
+#: Addresses of rows.
+OPEN: Final = "/groups?where=open"
+WAITING: Final = "/groups?where=waiting"
+TRAINED: Final = "/groups?outcome=trained"
+BATCH: Final = "/batch"
+PEOPLE: Final = "#people"
+#: Where the rows are of those who read a stream.
+OF_STREAM: Final = {"work": BATCH}
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One place of the diagram. link: words of the address that has its rows."""
+    """One place of the diagram. link: the address that has its rows; each note has its own."""
 
     name: str
     title: str
     count: int
     link: str
-    words: dict[str, str]
-    notes: list[str]
+    notes: list[tuple[str, str]]
     rate: float | None = None
     unit: str = ""
+    rate_link: str = ""
     state: State = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values over time, or by batch. link: the address that has their rows."""
+
+    name: str
+    title: str
+    link: str
+    values: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +96,6 @@ class Board:
 
     def read(self) -> dict[str, Any]:
         """The run now, for the template."""
-        self.run.refresh()
         status = read_status(self.run)
         self.history.append(_reading(status))
         reasons = [reason for reason in (*reasons_of(status), unsaved(status)) if reason]
@@ -85,6 +104,7 @@ class Board:
         boxes = self._boxes(status, reasons)
         kept = [line for line in self.book.kept() if line.batch is not None]
         kl = {line.batch or 0: line.kl for line in kept}
+        rewards = list(batches_of(kept).values())
         titles = {box.name: box.title for box in boxes}
         return {
             "status": status,
@@ -94,13 +114,24 @@ class Board:
                 (reason, titles.get(AT.get(reason.name, "")), reason.remedy(status.run)) for reason in reasons
             ],
             "curves": [
-                ("mean reward by batch, of kept groups", list(batches_of(kept).values())[-HISTORY:]),
-                ("KL by batch, of kept groups", [kl[k] for k in sorted(kl)][-HISTORY:]),
-                ("rollouts pushed a second", self._curve("pushed")),
-                ("rollouts committed a second", self._curve("trained")),
-                ("staleness of the next batch, mean", [reading.staleness for reading in self.history]),
-                ("time in which the trainer waits, %", self._idle()),
+                Curve(
+                    "reward",
+                    "mean reward by batch, of kept groups",
+                    BATCH,
+                    rewards[-HISTORY:],
+                ),
+                Curve("kl", "KL by batch, of kept groups", BATCH, [kl[k] for k in sorted(kl)][-HISTORY:]),
+                Curve("pushed", "rollouts pushed a second", OPEN, self._curve("pushed")),
+                Curve("trained", "rollouts committed a second", TRAINED, self._curve("trained")),
+                Curve(
+                    "staleness",
+                    "staleness of the next batch, mean",
+                    WAITING,
+                    [reading.staleness for reading in self.history],
+                ),
+                Curve("idle", "time in which the trainer waits, %", BATCH, self._idle()),
             ],
+            "of_stream": OF_STREAM,
             "has_kl": not kl or any(value is not None for value in kl.values()),
             "ignored": self.run.manifest.ignored,
             "ordinary": ORDINARY,
@@ -111,20 +142,19 @@ class Board:
         producers = [producer.state for producer in status.producers]
         work = status.streams["work"]
         boxes = [
-            Box("producers", "producers", producers.count("open"), "#people", {}, _lost(producers)),
-            Box("rollouts", "rollouts queued", places.rollouts + places.scoring, "/groups", {"where": "open"},
-                _ages(status, "rollouts"), self._rate("pushed"), "pushed"),
-            Box("open", "open groups", groups.open, "/groups", {"where": "open"}, _lack(status),
-                self._rate("grouped"), "ended"),
-            Box("waiting", "groups for a batch", status.groups_waiting, "/groups", {"where": "waiting"},
-                _staleness(status)),
-            Box("batches", "named batches", max(0, trainer.untrained), "/batch", {},
-                [f"{counted(work.length, 'work item')} left", *_ages(status, "work")], self._rate("batches"), "named"),
-            Box("trainer", "policy version", trainer.version or 0, "/batch", {}, [_doing(status)],
-                self._rate("version"), "updates"),
-            Box("committed", "committed", ledger.trained, "/groups", {"outcome": "trained"},
-                [f"{counted(trainer.uncommitted, 'batch', 'batches')} trained and not committed"],
-                self._rate("trained"), "rollouts"),
+            Box("producers", "producers", producers.count("open"), PEOPLE, _lost(producers)),
+            Box("rollouts", "rollouts queued", places.rollouts + places.scoring, OPEN, _ages(status, "rollouts", OPEN),
+                self._rate("pushed"), "pushed", "#pushed"),
+            Box("open", "open groups", groups.open, OPEN, _lack(status), self._rate("grouped"), "ended", "#ended"),
+            Box("waiting", "groups for a batch", status.groups_waiting, WAITING, _staleness(status)),
+            Box("batches", "named batches", max(0, trainer.untrained), BATCH,
+                [(f"{counted(work.length, 'work item')} left", BATCH), *_ages(status, "work", BATCH)],
+                self._rate("batches"), "named", BATCH),
+            Box("trainer", "policy version", trainer.version or 0, BATCH, [_doing(status)], self._rate("version"),
+                "updates", "#idle"),
+            Box("committed", "committed", ledger.trained, TRAINED,
+                [(f"{counted(trainer.uncommitted, 'batch', 'batches')} trained and not committed", BATCH)],
+                self._rate("trained"), "rollouts", "#trained"),
         ]  # fmt: skip
         stuck = {AT.get(reason.name) for reason in reasons if reason.name not in ORDINARY}
         waits = {AT.get(reason.name) for reason in reasons}
@@ -164,7 +194,8 @@ class Board:
 
 def is_over(status: Status) -> bool:
     """Whether the trainer has ended the run, or nothing is left of it and nothing can come."""
-    producers, ledger = {producer.state for producer in status.producers}, status.ledger
+    producers = {producer.state for producer in status.producers} - {"serves"}
+    ledger = status.ledger
     is_empty = not (ledger.queued or ledger.in_flight or status.groups.open)
     return status.trainer.finished or (producers == {"finished"} and is_empty)
 
@@ -183,29 +214,42 @@ def _reading(status: Status) -> Reading:
     )
 
 
-def _lost(producers: Sequence[str]) -> list[str]:
+Notes = list[tuple[str, str]]
+
+
+def _lost(producers: Sequence[str]) -> Notes:
     finished, lost = producers.count("finished"), producers.count("lost")
-    return [f"{finished} finished"] * bool(finished) + [f"{lost} lost"] * bool(lost)
+    notes = [f"{finished} finished"] * bool(finished) + [f"{lost} lost"] * bool(lost)
+    return [(note, PEOPLE) for note in notes]
 
 
-def _ages(status: Status, stream: str) -> list[str]:
+def _ages(status: Status, stream: str, link: str) -> Notes:
     age_s = status.streams[stream].oldest_age_s
-    return [] if age_s is None else [f"the oldest for {seconds_text(age_s)}"]
+    return [] if age_s is None else [(f"the oldest for {seconds_text(age_s)}", link)]
 
 
-def _lack(status: Status) -> list[str]:
+def _lack(status: Status) -> Notes:
     lack = status.groups.lack
     notes = [f"lack {counted(lack.rollouts, 'rollout')}"] * bool(lack.rollouts)
     notes += [f"lack {counted(lack.scores, 'score')}"] * bool(lack.scores)
-    return notes + ([] if lack.oldest_s is None else [f"the oldest for {seconds_text(lack.oldest_s)}"])
+    notes += [] if lack.oldest_s is None else [f"the oldest for {seconds_text(lack.oldest_s)}"]
+    return [(note, OPEN) for note in notes]
 
 
-def _staleness(status: Status) -> list[str]:
+def _staleness(status: Status) -> Notes:
     staleness = status.staleness
-    return [] if staleness.mean is None else [f"staleness {staleness.mean:.1f}, at most {staleness.max}"]
+    text = f"staleness {staleness.mean or 0:.1f}, at most {staleness.max}"
+    return [] if staleness.mean is None else [(text, "#staleness")]
 
 
-def _doing(status: Status) -> str:
+def _doing(status: Status) -> tuple[str, str]:
+    """What the trainer does, and where its batch is."""
+    trainer = status.trainer
+    k = {"waits": trainer.version, "trains": trainer.batch}.get(trainer.state)
+    return _doing_in_words(status), BATCH if k is None else f"{BATCH}?k={k}"
+
+
+def _doing_in_words(status: Status) -> str:
     trainer = status.trainer
     if is_over(status):
         return "the run has ended"

@@ -1,6 +1,7 @@
 """The book: every group that can be looked at, a line each, and how lines are chosen and counted.
 
-Kept groups do not change, so each is read once. What is open, waiting or dead is read anew, at most every few seconds.
+Kept groups do not change, so each is read once: the newest first, older ones by and by, so no page waits for all of
+them. What is open, waiting or dead is read anew, at most every few seconds.
 """
 
 from __future__ import annotations
@@ -9,22 +10,27 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final, Self
 
 from .. import clock
 from ..errors import SettingError
 from ..messages import brief
-from ..run import Run
-from ..status.seen import PLACES, SeenGroup, Where, read_groups_at, read_kept_since
+from ..run import Run, Shard
+from ..status.seen import PLACES, SeenGroup, Where, kept_pages, oldest_kept, read_groups_at
 from ..status.why import why
 
 #: Lines of a page.
 PAGE: Final = 100
 #: Bins of a histogram.
 BINS: Final = 16
+#: Stands for all outcomes of dropped groups.
+DROPPED: Final = "dropped"
 #: A book is read again after so many seconds, and after so many times as long as reading took.
 FRESH_S: Final = 1.5
 PATIENCE: Final = 5.0
+#: Seconds that one reading of kept groups takes at most.
+SLICE_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class Line:
     versions: tuple[int, int] | None
     source: str
     rewards: tuple[tuple[int, float | None, bool], ...]  # rollout index, reward, whether it counts
+    known: tuple[float, ...]  # the rewards that count
+    mean: float | None  # of these
     tokens: int
     ended_ms: int | None
     kl: float | None  # of its batch, see `kl_of`
@@ -50,6 +58,10 @@ class Line:
     @classmethod
     def of(cls, group: SeenGroup, run: Run) -> Self:
         spans = [member.versions for member in group.members if member.versions]
+        rewards = [
+            (each.rollout_index, each.reward, each.rollout_index in group.counting) for each in group.members
+        ]
+        known = tuple(reward for _, reward, counts in rewards if counts and reward is not None)
         return cls(
             group.where,
             group.shard,
@@ -62,31 +74,25 @@ class Line:
             group.version,
             (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None,
             group.data_source or "",
-            tuple(
-                (member.rollout_index, member.reward, member.rollout_index in group.counting)
-                for member in group.members
-            ),
+            tuple(rewards),
+            known,
+            sum(known) / len(known) if known else None,
             sum(member.num_tokens for member in group.members),
             group.ended_ms,
             kl_of(group.record),
         )
 
     @property
-    def known(self) -> list[float]:
-        """The rewards that count."""
-        return [reward for _, reward, counts in self.rewards if counts and reward is not None]
-
-    @property
-    def mean(self) -> float | None:
-        """Their mean."""
-        return sum(self.known) / len(self.known) if self.known else None
+    def is_dropped(self) -> bool:
+        """Whether it has ended and was neither trained on nor for evaluation."""
+        return self.where == "kept" and self.outcome not in ("trained", "eval")
 
     @property
     def deviation(self) -> float | None:
         """Their standard deviation, of the sample."""
-        if (mean := self.mean) is None or len(self.known) < 2:
+        if self.mean is None or len(self.known) < 2:
             return None
-        return math.sqrt(sum((reward - mean) ** 2 for reward in self.known) / (len(self.known) - 1))
+        return math.sqrt(sum((reward - self.mean) ** 2 for reward in self.known) / (len(self.known) - 1))
 
     @property
     def length(self) -> float | None:
@@ -105,16 +111,18 @@ class Choice:
     naming: int | None = None  # dropped while this batch was named
     low: float | None = None  # mean reward
     high: float | None = None
+    least: float | None = None  # of the reward of any rollout that counts
+    most: float | None = None
     short: float | None = None  # mean tokens
     long: float | None = None
-    find: str = ""  # part of the group's id
+    find: str = ""  # part of the group's id; * stands for anything
     page: int = 1
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Self:
         """From the words of an address. Raises SettingError."""
         numbers: dict[str, Callable[[str], float]] = {"batch": int, "naming": int, "page": int}
-        numbers |= dict.fromkeys(("low", "high", "short", "long"), float)
+        numbers |= dict.fromkeys(("low", "high", "least", "most", "short", "long"), float)
         given: dict[str, Any] = {}
         for name, text in query.items():
             if name not in cls.__slots__:
@@ -129,12 +137,13 @@ class Choice:
         """Whether the line is asked for."""
         return (
             self.where in ("", line.where)
-            and self.outcome in ("", line.outcome)
+            and (self.outcome in ("", line.outcome) or (self.outcome == DROPPED and line.is_dropped))
             and self.source in (None, line.source)
             and self.batch in (None, line.batch)
             and self.naming in (None, line.named_for)
-            and self.find in line.group_id
+            and _is_like(line.group_id, self.find)
             and _within(line.mean, self.low, self.high)
+            and any(_within(reward, self.least, self.most) for reward in line.known or (None,))
             and _within(line.length, self.short, self.long)
         )
 
@@ -156,14 +165,66 @@ class Bin:
     count: int
 
 
+class _Kept:
+    """The kept groups of a shard, by their entries."""
+
+    def __init__(self, run: Run, shard: Shard) -> None:
+        self._run, self._shard = run, shard
+        self._forget()
+
+    def _forget(self) -> None:
+        self.lines: dict[str, Line] = {}
+        self.is_whole = False
+        """All those there are were read."""
+        self._ends: tuple[str, str] | None = None  # the oldest and the newest entry that were read
+        self._first: str | None = None  # the oldest there was
+
+    def read(self, seconds: float) -> None:
+        """Those that are new, then older ones for so long; and forget those that the run has forgotten."""
+        until = clock.now() + seconds
+        if self._ends is not None:
+            newest = self._ends[1]
+            pages = kept_pages(self._shard, begin=newest)
+            page = next(pages, [])
+            if (
+                not page or page[0].entry != newest
+            ):  # the server has lost it, or all that was read is forgotten
+                self._forget()
+            for new in chain([page[1:]], pages) if self._ends else ():
+                self._add(new)
+        while not self.is_whole:
+            page = next(kept_pages(self._shard, before=self._ends[0] if self._ends else "+"), [])
+            self._add(page)
+            self.is_whole = not page
+            if clock.now() >= until:
+                break
+        first = oldest_kept(self._shard)
+        if first != self._first:
+            self.lines = {
+                entry: line for entry, line in self.lines.items() if first and _order(entry) >= _order(first)
+            }
+            self._first = first
+
+    def _add(self, page: Sequence[SeenGroup]) -> None:
+        self.lines.update({group.entry: Line.of(group, self._run) for group in page})
+        entries = [*(group.entry for group in page), *(self._ends or ())]
+        if entries:
+            self._ends = min(entries, key=_order), max(entries, key=_order)
+
+
 class Book:
     """All lines of a run. Belongs to one thread."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._kept: list[dict[str, Line]] = [{} for _ in run.shards]  # by entry, the oldest first
+        self._kept = [_Kept(run, shard) for shard in run.shards]
         self._lines: list[Line] = []
         self._due = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all kept groups were read."""
+        return all(kept.is_whole for kept in self._kept)
 
     def lines(self) -> list[Line]:
         """Open groups, then what waits, was kept and is dead: of each the newest first."""
@@ -177,19 +238,15 @@ class Book:
                 found = [Line.of(group, self._run) for group in read_groups_at(self._run, place)]
             lines += sorted(found, key=lambda line: line.ended_ms or 0, reverse=True)
         self._lines = lines
-        self._due = clock.now() + max(FRESH_S, PATIENCE * (clock.now() - began))
+        if self.is_whole:
+            self._due = clock.now() + max(FRESH_S, PATIENCE * (clock.now() - began))
         return lines
 
     def kept(self) -> list[Line]:
-        """Lines of the kept groups alone, the oldest first in each shard."""
-        for shard, known in zip(self._run.shards, self._kept, strict=True):
-            first, new = read_kept_since(shard, next(reversed(known), ""))
-            known.update({group.entry: Line.of(group, self._run) for group in new})
-            for entry in list(known):
-                if first is not None and _order(entry) >= _order(first):
-                    break
-                del known[entry]  # forgotten by the run
-        return [line for known in self._kept for line in known.values()]
+        """Lines of the kept groups alone, as far as they were read."""
+        for kept in self._kept:
+            kept.read(SLICE_S / len(self._kept))
+        return [line for kept in self._kept for line in kept.lines.values()]
 
 
 def batches_of(lines: Sequence[Line]) -> dict[int, float | None]:
@@ -210,7 +267,7 @@ def kl_of(record: Mapping[str, Any]) -> float | None:
     """The mean KL of a kept group's batch; None if its chain has measured none."""
     metrics = record.get("metrics")
     found = [metrics.get(name) for name in KL_METRICS] if isinstance(metrics, dict) else []
-    return next((value for value in found if isinstance(value, float)), None)
+    return next((value for value in found if isinstance(value, float) and math.isfinite(value)), None)
 
 
 def facets(lines: Sequence[Line], choice: Choice) -> dict[str, dict[str, int]]:
@@ -221,12 +278,14 @@ def facets(lines: Sequence[Line], choice: Choice) -> dict[str, dict[str, int]]:
         others = replace(choice, **{name: value})
         counted = Counter(getattr(line, name) for line in lines if others.has(line))
         counts[name] = dict(sorted(counted.items()))
-    return counts
+    anyhow = replace(choice, outcome=DROPPED)
+    dropped = sum(map(anyhow.has, lines))
+    return {**counts, "outcome": {**counts["outcome"], **({DROPPED: dropped} if dropped else {})}}
 
 
 def histogram(values: Sequence[float | None]) -> list[Bin]:
-    """The values in bins of one width; those that are None are in none."""
-    known = [value for value in values if value is not None]
+    """The values in bins of one width; what is no number is in none."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return []
     low, high = min(known), max(known)
@@ -237,6 +296,16 @@ def histogram(values: Sequence[float | None]) -> list[Bin]:
         counts[min(BINS - 1, int((value - low) / width))] += 1
     edges = [low + number * width for number in range(BINS)] + [high]
     return [Bin(edges[number], edges[number + 1], count) for number, count in enumerate(counts)]
+
+
+def _is_like(group_id: str, part: str) -> bool:
+    at = 0
+    for piece in part.split("*"):
+        at = group_id.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:

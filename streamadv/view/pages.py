@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,8 +58,8 @@ def number(value: float | str | None) -> str:
     """A figure: whole ones with commas, others with four digits."""
     if value is None:
         return "-"
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str) or not math.isfinite(value):
+        return str(value)
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e9 else f"{value:.4g}"
 
 

@@ -22,6 +22,10 @@ SCREENS: Final = (
     "/batch?k=0",
     "/batch?k=4",
     "/batch?k=2&chain=rloo",
+    "/batch?k=77",
+    "/groups?outcome=dropped&find=s*-0&least=0&most=1",
+    "/prompts",
+    "/settings",
     "/static/view.js",
 )
 

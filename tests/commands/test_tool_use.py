@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_use"
-pytest.importorskip("transformers", reason="pip install 'streamadv[examples]'")
-pytestmark = [pytest.mark.processes, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="pip install 'streamadv[examples]'"),
+    *(pytest.mark.processes, pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)),
+]
 
 Process = subprocess.Popen[str]
 

@@ -195,6 +195,35 @@ def test_a_server_that_is_there_is_used(
         connection.check()
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_commands_find_a_gateway_and_the_secret_of_its_keys(up: Callable[..., subprocess.Popen[str]]) -> None:
+    code = """
+import json, time, urllib.request
+from streamadv.gateway import Gateway, Keys
+from streamadv.gateway.access import post
+url = Gateway().url
+while True:
+    try:
+        urllib.request.urlopen(url + "/healthz").close()
+        break
+    except OSError:
+        time.sleep(0.05)
+begun = post(url + "/v1/groups", Keys.from_environment().sign("operator", "default", None), b"{}")
+print(len(begun["rollouts"]), begun["rollouts"][0]["base_url"].startswith(url))
+"""
+    process = up("--gateway", "http://127.0.0.1:1", "--", sys.executable, "-c", code)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    assert out == "1 True\n"
+    assert "a gateway" in err
+
+
+def test_weights_are_loaded_by_a_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--load-weights"]) == 1
+    assert "--gateway" in capsys.readouterr().err
+
+
 def test_options_of_a_server_need_one_that_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--redis", "redis://localhost:1", "--maxmemory", "1gb", "--", "true"]) == 1
     assert "--maxmemory is for a server that `up` starts" in capsys.readouterr().err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -20,12 +22,13 @@ from streamadv import cli
 from streamadv.errors import SettingError
 from streamadv.prompts import Prompts
 from streamadv.prompts.stored import carry_ends
+from streamadv.status import seen
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.view import app
+from streamadv.view import app, book
 from streamadv.view.serve import serving
 from tests.browser.asked import SCREENS, ask, board
 from tests.browser.lab import HOSTILE, Lab, make_tokenizer
-from tests.support import group_all, join, ledger, producing
+from tests.support import group_all, join, ledger, producing, trajectory
 
 
 class Tags(HTMLParser):
@@ -104,6 +107,145 @@ def test_prompts_are_shown_with_what_their_tries_have_shown(redis_url: str, run:
             text = Tags(ask(address, "/prompts").text).text
     assert "2 of 2" in text
     assert text.index("0.25") < text.index("0.75")
+
+
+class Numbers(HTMLParser):
+    """Texts with a digit that stand in a number's place and lead nowhere."""
+
+    PLACES: Final = frozenset({"count", "rate", "note", "figure"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.links: list[str] = []
+        self._open: list[tuple[str, bool, bool]] = []  # tag, whether in a number's place, whether in a link
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        _, of_number, of_link = self._open[-1] if self._open else ("", False, False)
+        classes = {*(given.get("class") or "").split()}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"] or "")
+        if tag not in ("input", "br", "meta", "link", "polyline", "circle", "rect"):
+            self._open.append((tag, of_number or bool(classes & self.PLACES), of_link or tag == "a"))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1][1:] == (True, False) and re.search(r"\d", data):
+            self.found.append(data.strip())
+
+
+def test_every_number_of_the_flow_leads_to_rows(lab: Lab) -> None:
+    lab.push("more", [1.0, 0.0], size=3)
+    with serving(lab.url, lab.name, port=0) as address:
+        board(address, "flow")
+        page = Numbers(board(address, "flow"))
+        places = {link.partition("#")[0] for link in page.links}
+        answers = {place: ask(address, place).status for place in places if place}
+        ids = {attributes.get("id") for _, attributes in Tags(board(address, "flow")).tags}
+    assert page.found == []
+    assert answers == dict.fromkeys(answers, 200)
+    assert {link[1:] for link in page.links if link.startswith("#")} <= ids
+
+
+def test_a_batch_without_kept_groups_says_what_the_run_keeps(
+    redis_url: str, run: str, tmp_path: Path
+) -> None:
+    shy = Lab(redis_url, run, make_tokenizer(tmp_path))
+    shy.settings |= {"keep": {"trained": 0.0005}}
+    with shy.working() as lab, serving(redis_url, run, port=0) as address:
+        for number in range(2):
+            lab.push(f"sum-{number}", [0.0, 1.0])
+        assert (
+            "the run keeps 0.05 % of the groups that were trained on"
+            in Tags(ask(address, "/batch").text).text
+        )
+        lab.train()
+        lab.end()
+        text = Tags(ask(address, "/batch?k=0").text).text
+    assert "none of its groups can be looked at: it is not named yet, or none is kept" in text
+    assert "the run keeps 0.05 % of the groups that were trained on" in text
+    assert "--keep trained=1" in text
+
+
+def test_settings_are_shown_with_what_they_are(lab: Lab) -> None:
+    with serving(lab.url, lab.name, port=0) as address:
+        text = Tags(ask(address, "/settings").text).text
+    assert '{"trained": 1.0, "dropped": 1.0, "eval": 1.0, "dead": 1.0}' in text
+    assert "drop groups whose rewards are all equal" in text
+    assert "256.0 MiB default" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ("outcome=dropped", {"late", *(f"equal-{k}" for k in range(4))}),
+        ("find=s*-1-*1", {"sum-1-1"}),
+        ("where=kept&most=0.5&batch=2", {"sum-2-0", "sum-2-1"}),
+        ("where=kept&least=0.5&outcome=zero_variance", set()),
+    ],
+)
+def test_groups_are_chosen(lab: Lab, words: str, groups: set[str]) -> None:
+    with serving(lab.url, lab.name, port=0) as address:
+        assert opened(ask(address, f"/groups?{words}").text) == groups
+
+
+def opened(text: str) -> set[str]:
+    """The groups of a table."""
+    tags = Tags(text).tags
+    return {given["title"] or "" for tag, given in tags if tag == "a" and given.get("class") == "open"}
+
+
+def test_many_kept_groups_are_read_by_and_by_the_newest_first(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(book, "SLICE_S", 0.0)
+    monkeypatch.setattr(seen, "PAGE", 3)
+    newest = [group.group_id for group in seen.read_groups_at(lab.run, "kept")][::-1]
+    with serving(lab.url, lab.name, port=0) as address:
+        answers = [ask(address, "/groups?where=kept").text for _ in range(len(newest) // 3 + 1)]
+        counts = [len(opened(answer)) for answer in answers]
+        assert counts == [3 * (number + 1) for number in range(len(newest) // 3)] + [len(newest)]
+        assert opened(answers[0]) == {*newest[:3]}
+        assert "older ones that are being read" in answers[0]
+        assert "older ones that are being read" not in ask(address, "/groups").text
+        assert ask(address, f"/group?id={newest[-1]}").status == 200
+
+
+def test_what_the_server_has_lost_or_forgotten_is_no_longer_shown(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(book, "FRESH_S", 0.0)
+    monkeypatch.setattr(book, "PATIENCE", 0.0)
+    (shard,) = lab.run.shards
+    kept = list(seen.read_groups_at(lab.run, "kept"))
+    with serving(lab.url, lab.name, port=0) as address:
+        assert opened(ask(address, "/groups?where=kept").text) == {group.group_id for group in kept}
+        for place in (-1, 0):
+            lost = kept.pop(place)
+            lab.run.connection.scripts.xdel(shard.keys.kept, lost.entry)
+            assert opened(ask(address, "/groups?where=kept").text) == {group.group_id for group in kept}
+        lab.run.connection.scripts.delete(shard.keys.kept)
+        assert opened(ask(address, "/groups?where=kept").text) == set()
+
+
+def test_a_run_that_is_deleted_and_made_again_is_the_new_one(redis_url: str, run: str) -> None:
+    with producing(redis_url, run) as producer:
+        producer.push([trajectory("before", 0, 2)])
+    with serving(redis_url, run, port=0) as address:
+        assert opened(ask(address, "/groups").text) <= {"before"}
+        assert cli.main(["runs", "delete", "--redis", redis_url, "--run", run, "--force"]) == 0
+        assert ask(address, "/groups").status == 503
+        with producing(redis_url, run, {"shards": 3}) as producer:
+            for number in range(6):
+                producer.push([trajectory(f"after-{number}", 0, 2)])
+            group_all(join(redis_url, run))
+            assert ask(address, "/group?id=after-3").status == 200
+            assert "after-3" in opened(ask(address, "/groups").text)
 
 
 def test_others_see_it_only_with_the_password(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from .story import ROOT
 
 PAGE: Final = "docs/reference/guarantees.md"
 #: Sections without promises.
-WITHOUT: Final = ("# Guarantees", "## Not promised")
+WITHOUT: Final = ("# Guarantees", "## Not promised", "## Prompts of other trainers")
 HELD_BY: Final = "*Held by* "
 #: What begins a block: a list item, a row of a table (its first two lines are none), or a paragraph.
 ITEM: Final = re.compile(r"^(?=- )", re.MULTILINE)

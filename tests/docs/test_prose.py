@@ -23,6 +23,8 @@ PATTERNS: Final[dict[str, str]] = {
 }
 #: A sentence with more words than this wants to be two.
 LONGEST: Final = 40
+#: Words of README and of the pages before the reference, code included.
+MOST_WORDS: Final = 36_000
 FENCE: Final = re.compile(r"```.*?```", re.DOTALL)
 #: Where a sentence of running text ends.
 END: Final = re.compile(r"(?<=[.:?!])\s+(?=[A-Z`*(\[])|\n\n|\n(?=[-|#] ?)|\n(?=\d\. )")
@@ -69,3 +71,9 @@ def test_code_and_tables_are_not_prose() -> None:
 @pytest.mark.parametrize("page", [*pages(), "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_a_page_reads_at_once(page: str) -> None:
     assert faults((ROOT / page).read_text()) == []
+
+
+def test_the_docs_can_be_read() -> None:
+    before = [page for page in pages() if not page.startswith(("docs/reference/", "deploy/"))]
+    words = {page: len((ROOT / page).read_text().split()) for page in before}
+    assert sum(words.values()) <= MOST_WORDS, f"the longest: {sorted(words, key=words.get)[-5:]}"

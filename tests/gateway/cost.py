@@ -3,7 +3,7 @@
 python -m tests.gateway.cost [--streams 256] [--rollouts 1024] [--turns 4] [--tokens 200]
 
 An engine that answers at once, with a token for each byte of a conversation; agents, engine, gateway and server are
-processes. Processor time and resident memory are those of the gateway alone.
+processes. Processor time and resident memory are those of the gateway alone; turns are kept at the server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from aiohttp import ClientSession, TCPConnector, web
 from streamadv.gateway import Keys
 from streamadv.store.embedded import EmbeddedServer, free_port
 
-RUN, PROMPT = "cost", 500
+RUN, PROMPT, GROUP = "cost", 500, 8
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -60,51 +60,56 @@ def used(pid: int) -> tuple[float, float]:
     return (int(fields[11]) + int(fields[12])) / TICKS, pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-async def rollout(http: ClientSession, gateway: str, key: str, options: argparse.Namespace) -> None:
-    async def post(url: str, key: str, body: Any) -> Any:
-        while True:
-            async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
-                if answer.status < 300:
-                    return await answer.json()
-                assert answer.status in (429, 503), await answer.text()
-            await asyncio.sleep(0.1)
+async def post(http: ClientSession, url: str, key: str, body: Any) -> Any:
+    while True:
+        async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+            if answer.status < 300:
+                return await answer.json()
+            assert answer.status in (429, 503), await answer.text()
+        await asyncio.sleep(0.1)
 
-    (one,) = (await post(f"{gateway}/v1/groups", key, {"size": 1}))["rollouts"]
+
+async def play(http: ClientSession, rollout: dict[str, str], turns: int) -> None:
     messages = [{"role": "user", "content": "q" * PROMPT}]
-    for _ in range(options.turns):
+    for _ in range(turns):
         asked = {"model": "gpt-4o", "messages": messages}
-        answer = await post(f"{one['base_url']}/chat/completions", one["api_key"], asked)
+        answer = await post(http, f"{rollout['base_url']}/chat/completions", rollout["api_key"], asked)
         messages += [answer["choices"][0]["message"], {"role": "user", "content": "and then?"}]
-    ended = await post(one["end_url"], one["close_key"], {"reward": 1.0})
+
+
+async def end(http: ClientSession, rollout: dict[str, str]) -> None:
+    ended = await post(http, rollout["end_url"], rollout["close_key"], {"reward": 1.0})
     assert (ended["result"], ended["rows"]) == ("pushed", 1), ended
 
 
 async def load(gateway: str, pid: int, options: argparse.Namespace) -> None:
-    key, left = Keys.from_environment().sign("operator", RUN, None), options.rollouts
+    """Round after round: begin as many rollouts as there are streams, play them at once, end them."""
+    key, rounds = Keys.from_environment().sign("operator", RUN, None), options.rollouts // options.streams
+    asked = {"size": min(options.streams, GROUP)}
+    spent = {"beginning": 0.0, "turns": 0.0, "ends": 0.0}
     async with ClientSession(connector=TCPConnector(limit=0)) as http:
-
-        async def play() -> None:
-            nonlocal left
-            while left > 0:
-                left -= 1
-                await rollout(http, gateway, key, options)
-
-        before, _ = used(pid)
-        began, said = time.monotonic(), options.rollouts
-        tasks = [asyncio.create_task(play()) for _ in range(options.streams)]
-        while not all(task.done() for task in tasks):
-            await asyncio.wait(tasks, timeout=1.0)
-            if said - left >= options.rollouts / 8:
-                said = left
-                print(f"{options.rollouts - left} rollouts begun: {used(pid)[1]:.0f} MB", flush=True)
-        for task in tasks:
-            task.result()
-        after, memory = used(pid)
-    turns = options.rollouts * options.turns
-    spent, wall = after - before, time.monotonic() - began
-    print(f"{turns} turns in {wall:.1f} s: {1000 * spent / turns:.2f} ms a turn, {memory:.0f} MB")
-    token, whole = 1e6 * spent / turns / options.tokens, 1000 * spent / options.rollouts
-    print(f"{token:.1f} us a sampled token; {whole:.2f} ms a rollout, with its beginning and its push")
+        for number in range(rounds):
+            marks = [used(pid)[0]]
+            groups = options.streams // asked["size"]
+            begun = await asyncio.gather(
+                *(post(http, f"{gateway}/v1/groups", key, asked) for _ in range(groups))
+            )
+            rollouts = [one for group in begun for one in group["rollouts"]]
+            marks.append(used(pid)[0])
+            await asyncio.gather(*(play(http, one, options.turns) for one in rollouts))
+            marks.append(used(pid)[0])
+            await asyncio.gather(*(end(http, one) for one in rollouts))
+            marks.append(used(pid)[0])
+            for name, (before, after) in zip(spent, pairwise(marks), strict=True):
+                spent[name] += after - before
+            if number % max(1, rounds // 8) == 0:
+                print(f"{(number + 1) * len(rollouts)} rollouts: {used(pid)[1]:.0f} MB", flush=True)
+    rollouts_played = rounds * len(rollouts)
+    turn_s = spent["turns"] / rollouts_played / options.turns
+    print(f"{1000 * turn_s:.2f} ms a turn, {1e6 * turn_s / options.tokens:.1f} us a sampled token")
+    for name in ("beginning", "ends"):
+        print(f"{1000 * spent[name] / rollouts_played:.2f} ms a rollout for {name}")
+    print(f"{used(pid)[1]:.0f} MB after {rollouts_played} rollouts")
 
 
 def main() -> None:

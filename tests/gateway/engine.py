@@ -80,17 +80,21 @@ class Engine(FakeEngine):
                 prompt = prompt[:-1]
             return {
                 "token_ids": prompt,
-                "sampling_params": {"max_tokens": asked.get("max_tokens"), "stop": asked.get("stop")},
+                "sampling_params": {name: asked.get(name) for name in ("max_tokens", "stop", "n")},
                 "model": "tiny",
             }
         if path == "/inference/v1/generate":
-            _, ids, logs, reason = self.sample(asked["token_ids"], asked["sampling_params"].get("max_tokens"))
-            for stop in asked["sampling_params"].get("stop") or ():
-                length = bytes(token % 256 for token in ids).find(stop.encode()) + len(stop)
-                if length >= len(stop):
-                    ids, logs = ids[:length], logs[:length]
-                    self.said[-1] = (self.said[-1][0], ids, logs)
-            return {"choices": [self.generated(ids, logs, reason)]}
+            parameters = asked["sampling_params"]
+            choices = []
+            for number in range(parameters.get("n") or 1):
+                _, ids, logs, reason = self.sample(asked["token_ids"], parameters.get("max_tokens"))
+                for stop in parameters.get("stop") or ():
+                    length = bytes(token % 256 for token in ids).find(stop.encode()) + len(stop)
+                    if length >= len(stop):
+                        ids, logs = ids[:length], logs[:length]
+                        self.said[-1] = (self.said[-1][0], ids, logs)
+                choices.append({**self.generated(ids, logs, reason), "index": number})
+            return {"choices": choices}
         if path == "/v1/chat/completions/derender":
             return self.derendered(asked)
         made = [super(Engine, self).answer(path, asked) for _ in range(asked.get("n") or 1)]

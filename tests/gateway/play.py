@@ -75,9 +75,9 @@ async def playing(redis_url: str, run: str, *engines: FakeEngine, **options: Any
         look = Loading(producer).look if chosen.load_weights else None
         asked = Engines(chosen.engines, chosen.answer_s, look)
         front = Front(producer, chosen, Keys.from_environment(), asked)
-        await asked.open()
+        await front.open()
         sweeping = asyncio.create_task(front.sessions.sweep())
-        runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = front.runner(shutdown_s=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:

@@ -1,4 +1,4 @@
-"""Gateway, server and engine are killed while agents play: the run has what they have seen, once."""
+"""Gateway, server, engine and agent are killed while agents play: the run has what they have seen, once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import aiohttp
 import pytest
 
 from streamadv.gateway import Keys
+from streamadv.run import open_run
+from streamadv.status import read_status
+from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, free_port
-from tests.unit.integrations.fake_engine import END, FakeEngine, serving
+from tests.unit.integrations.fake_engine import END, ROLES, FakeEngine, serving
 
 from .engine import Engine, talkative
 from .play import pushed
@@ -140,6 +144,65 @@ async def test_turns_outlive_their_engine(redis_url: str, run: str) -> None:
     engine = talkative()
     assert isinstance(engine, Engine)
     await check_kills(redis_url, run, stop, engine)
+
+
+#: Asks twice, without any package.
+AGENT = """
+import json, os, urllib.request
+said = []
+for number in range(2):
+    said.append({"role": "user", "content": f"question {number}"})
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, json.dumps({"messages": said}).encode(), key)
+    said.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+"""
+
+
+async def test_an_agent_that_is_killed_in_the_middle_of_a_turn(redis_url: str, run: str) -> None:
+    """Its rollout fails after the grace, its sibling is pushed, and nothing of the group is left open."""
+
+    def policy(prompt: Sequence[int]) -> str:
+        if prompt.count(ROLES["user"]) == 2:
+            reached.set()
+            go_on.wait()
+        return "an answer"
+
+    reached, go_on = threading.Event(), threading.Event()
+    with serving(Engine(policy)) as engine:
+        process = Process(redis_url, run, "--engine", engine.url, "--mode", "chat", "--grace-s", "0.2")
+        async with running(process), aiohttp.ClientSession() as http:
+            key = Keys.from_environment().sign("operator", run, None)
+            asked = {"size": 1, "redundancy": 1}
+            begun = await until_answered(http, f"{process.url}/v1/groups", key, asked)
+            killed, sibling = begun["rollouts"]
+            found = {"OPENAI_BASE_URL": killed["base_url"], "OPENAI_API_KEY": killed["api_key"]}
+            agent = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", AGENT, env={**os.environ, **found}
+            )
+            await asyncio.to_thread(reached.wait)
+            agent.kill()
+            await agent.wait()
+            await until_over(http, killed)
+            ended = await until_answered(http, killed["end_url"], killed["close_key"], {"reward": 1.0})
+            assert ended["detail"] == "its client went away in the middle of an answer"
+            go_on.set()
+            url = f"{sibling['base_url']}/chat/completions"
+            hello = {"messages": [{"role": "user", "content": "hello"}]}
+            await until_answered(http, url, sibling["api_key"], hello)
+            ended = await until_answered(http, sibling["end_url"], sibling["close_key"], {"reward": 1.0})
+            assert ended["result"] == "pushed"
+    assert [name.rpartition("/")[2] for name in pushed(redis_url, run)] == ["1"]
+    assert not read_status(open_run(Connection(redis_url), run)).groups.open
+
+
+async def until_over(http: aiohttp.ClientSession, rollout: dict[str, Any]) -> None:
+    url, key = rollout["base_url"].removesuffix("/v1"), {"Authorization": f"Bearer {rollout['close_key']}"}
+    while True:
+        async with http.get(url, headers=key) as answer:
+            if answer.status == 410:
+                return
+        await asyncio.sleep(0.05)
 
 
 async def check_kills(

@@ -14,7 +14,10 @@ import pytest
 
 import streamadv as sa
 from streamadv import weights
+from streamadv.errors import ServerUnreachableError
 from streamadv.gateway import engines as engines_module
+from streamadv.gateway.engines import Engines
+from streamadv.gateway.loading import Loading
 from tests.unit.integrations.fake_engine import serving
 
 from .engine import Engine
@@ -166,3 +169,25 @@ async def test_weights_that_are_not_there_leave_the_engine_as_it_is(
             assert engine.steps == []
             await told(queue, published(tmp_path, 0))
             await until(gateway, 0)
+
+
+async def test_a_look_for_weights_that_fails_is_told_once(
+    redis_url: str, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sa.Producer(redis_url, run) as producer:
+        loading, engines = Loading(producer), Engines(["http://127.0.0.1:1"])
+        is_away = iter((True, True, False, True))
+        heartbeat = producer._logic.membership.send_heartbeat
+
+        def send_heartbeat(state: str = "") -> Any:
+            if next(is_away, False):
+                raise ServerUnreachableError("the server is away")
+            return heartbeat(state)
+
+        producer._logic.membership.send_heartbeat = send_heartbeat  # type: ignore[method-assign]
+        for _ in range(4):
+            await loading.look(engines)
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage() for record in told] == [
+        "no look for weights, tries again: the server is away"
+    ] * 2

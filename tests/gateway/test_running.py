@@ -68,6 +68,31 @@ async def test_the_process_has_no_key_but_its_own(
 
 
 @pytest.mark.parametrize(
+    "instead",
+    [
+        "os.mkfifo(file)", "os.symlink('/dev/zero', file)", "os.mkdir(file)", "os.symlink(file, file)",
+        "open(file, 'w').write(' ' * (1 << 20) + '1')",
+    ],
+)  # fmt: skip
+async def test_what_stands_in_place_of_the_file_is_no_reward(redis_url: str, run: str, instead: str) -> None:
+    with serving(talkative()) as engine:
+        async with playing(redis_url, run, engine) as gateway:
+            ends = f"file = os.environ['STREAMADV_REWARD_FILE']; {instead}"
+            (answer,) = await running(gateway, ends, reward="file").play()
+    assert answer is not None
+    assert answer["detail"].startswith("no reward: ")
+
+
+async def test_the_gateway_is_told_that_no_more_groups_come(redis_url: str, run: str) -> None:
+    with serving(talkative()) as engine:
+        async with playing(redis_url, run, engine) as gateway:
+            one = running(gateway, "")
+            await one.play()
+            await one.finish()
+            assert gateway.producer._logic.membership.last_word == "finished"
+
+
+@pytest.mark.parametrize(
     ("written", "ended"),
     [
         ("0.25", {"ended": "pushed"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import time
 from contextlib import suppress
@@ -93,9 +94,23 @@ async def test_bodies_are_bounded(redis_url: str, run: str, monkeypatch: pytest.
                 b'{"messages": [{"role": "user", "content": [5]}]}',
                 b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]}',
                 b"[" * 100_000,
+                b'{"messages": [{"role": "assistant", "tool_calls": 5}]}',
+                b'{"messages": [{"role": "assistant", "tool_calls": [5]}]}',
+                b'{"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}',
             ):
                 async with gateway.http.post(url, data=text, headers=headers) as refused:
                     assert refused.status == 400, text[:20]
+
+
+async def test_compressed_bodies_are_refused_unread(redis_url: str, run: str) -> None:
+    with serving(talkative()) as engine:
+        async with playing(redis_url, run, engine) as gateway:
+            (rollout,) = await gateway.begin()
+            url = f"{rollout['base_url']}/chat/completions"
+            for body in (gzip.compress(b" " * (1 << 20)), b"no gzip"):
+                headers = {"Authorization": f"Bearer {rollout['api_key']}", "Content-Encoding": "gzip"}
+                async with gateway.http.post(url, data=body, headers=headers) as refused:
+                    assert refused.status == 415, await refused.text()
 
 
 async def test_what_clients_send_comes_into_no_header_and_no_line_of_the_log(

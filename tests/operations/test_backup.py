@@ -1,4 +1,4 @@
-"""docs/operate/backup.md: what a restored server and its checkpoints know; a backup may be made any time."""
+"""docs/operate/upgrade.md: what a restored server and its checkpoints know; a backup may be made any time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 def back_up(server: EmbeddedServer, folder: Path) -> None:
     """Run the page's backup.py."""
-    (code,) = [block.code for block in blocks_of("docs/operate/backup.md") if "backup.py" in block.title]
+    (code,) = [block.code for block in blocks_of("docs/operate/upgrade.md") if "backup.py" in block.title]
     (folder / "backup.py").write_text(code)
     command = [sys.executable, "backup.py", server.url, "data", "backup"]
     subprocess.run(command, cwd=folder, check=True, timeout=WAIT_S)

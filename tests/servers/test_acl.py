@@ -202,7 +202,7 @@ def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(
             for number in (1, 2):  # tombstones of two generations
                 assert producer.push([trajectory(f"judged{number}", 2, 1)]).codes == ["surplus"]
             producer.begin_group(1)
-            producer._announcements.wait(run.keys.home.admission, b"", 30.0)  # the trainer has taken the run
+            producer._connection.blocking(1).xread({run.keys.home.admission: "0-0"}, block=1)
             producer.finish()
         run.connection.close()
     empty.admin.flushall()

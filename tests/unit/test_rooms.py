@@ -26,7 +26,17 @@ WITH_EXTRAS = (
     *("algorithms.arguments", "algorithms.kernels.loops"),
     *(
         f"gateway.{name}"
-        for name in ("asking", "dialects", "engines", "http", "live", "loading", "server", "tokens")
+        for name in (
+            "asking",
+            "dialects",
+            "engines",
+            "http",
+            "joining",
+            "live",
+            "loading",
+            "server",
+            "tokens",
+        )
     ),
     *("view.app", "view.pages", "view.serve"),
 )

@@ -26,13 +26,13 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     # Prompts
     "an end of an older try of a prompt counts": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "if now then return try >= now, failures end", "if now then return true, failures end"
+        f"{LUA}/prompts/end_prompts.lua", "if it.now then return it.try >= it.now, it.failures end", "if it.now then return true, it.failures end"
     ),
     "a prompt that has ended stays in play": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "change(item, not is_begun(item) and 'ended')", "change(item, entries[item])"
+        f"{LUA}/prompts/end_prompts.lua", "change(it.item, not is_begun(it) and 'ended')", "change(it.item, entries[it.item])"
     ),
     "a prompt whose group was dropped is not played again": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "    redis.call('ZADD', keys.prompt_again, string.match(item, '%d+$'), item)\n", ""
+        f"{LUA}/prompts/end_prompts.lua", "    redis.call('ZADD', keys.prompt_again, whole(it.position), it.item)\n", ""
     ),
     "prompts are begun twice": Mutant(
         f"{LUA}/prompts/lease_prompt.lua", "it.next, it.is_begun = it.next + 1, true", "it.next = it.next + 1"
@@ -73,7 +73,10 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "",
     ),
     "the grouper takes what another one has taken": Mutant(
-        f"{LUA}/group/take.lua", "redis.call('XACK', keys.rollouts, ARGV[1], ARGV[i]) == 1", "true"
+        f"{LUA}/group/take.lua", "redis.call('XACK', keys.rollouts, ARGV[1], packet.entry) == 1", "true"
+    ),
+    "the grouper takes what had the id before": Mutant(
+        f"{LUA}/group/take.lua", "not is_other(arrived.id, packet) and ", ""
     ),
     "the grouper leaves entries in the stream": Mutant(
         f"{LUA}/group/take.lua",
@@ -212,7 +215,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "",
     ),
     "a group that has come in part is taken for whole": Mutant(
-        f"{LUA}/group/take.lua", "  if #packets < number then arrived.size = 0 end\n", ""
+        f"{LUA}/group/take.lua", "  if #arrived.packets < #sent then arrived.size = 0 end\n", ""
     ),
     "a score that came first is not seen": Mutant(
         f"{LUA}/group/take.lua", "if not reward then return 's' end", "if true then return 's' end"

@@ -13,6 +13,11 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages: needs a list of objects")
     for message in messages:
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError("messages: tool_calls needs a list of objects")
+        if not all(isinstance(call.get("function") or {}, dict) for call in calls):
+            raise ValueError("messages: the function of a tool call needs an object")
         parts = message.get("content")
         for part in parts if isinstance(parts, list) else ():
             if "text" not in part:  # what a row has no tokens of cannot be trained on

@@ -26,20 +26,18 @@ def from_openai(answer: Any, *, version: int | None = None, choice: int = 0) -> 
     listed = found.get("logprobs") or {}
     sampled = meta.get("output_token_logprobs")
     log_probs: list[float] | None = None
-    names: Sequence[Any] = ()
     if listed.get("content") is not None:  # of a chat
         log_probs = [token["logprob"] for token in listed["content"]]
-        names = [token["token"] for token in listed["content"]]
     elif listed.get("token_logprobs") is not None:
-        log_probs, names = listed["token_logprobs"], listed.get("tokens") or ()
+        log_probs = listed["token_logprobs"]
     if sampled is not None:
         log_probs = [token[0] for token in sampled]
     prompt_ids = _first(found.get("prompt_token_ids"), answer.get("prompt_token_ids"))
     token_ids = _first(found.get("token_ids"), found.get("response_token_ids"))
     if token_ids is None and sampled is not None:
         token_ids = [token[1] for token in sampled]
-    if token_ids is None and names and all(str(name).startswith(_TOKEN_ID) for name in names):
-        token_ids = [int(name.removeprefix(_TOKEN_ID)) for name in names]
+    if token_ids is None:
+        token_ids = _ids_of_names(listed)
     if prompt_ids is None or token_ids is None:
         _no_token_ids("prompt_token_ids" if prompt_ids is None else "token_ids")
     message = found.get("message") or {}
@@ -85,6 +83,15 @@ def from_vllm(output: Any, *, version: int | None = None, choice: int = 0) -> Co
         log_probs = [candidates[token].logprob for token, candidates in pairs]
     prompt_ids, token_ids = list(output.prompt_token_ids), list(found.token_ids)
     return Completion(prompt_ids, token_ids, log_probs, found.finish_reason, version, found.text)
+
+
+def _ids_of_names(listed: Mapping[str, Any]) -> list[int] | None:
+    """Token ids that the engine has written as the names of tokens."""
+    if (names := listed.get("tokens")) is None:
+        names = [token["token"] for token in listed.get("content") or ()]
+    if not names or not all(str(name).startswith(_TOKEN_ID) for name in names):
+        return None
+    return [int(name.removeprefix(_TOKEN_ID)) for name in names]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

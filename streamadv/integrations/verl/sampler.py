@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transfer_queue as tq
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from ...errors import NoBatchError, RunEndedError, SettingError
+from ... import doors
+from ...errors import NoBatchError, RunEndedError, SettingError, StreamadvError
 from ...messages import log_fields
 from ...run.run import find_run
 from ...status.read import read_status
 from ...store.connection import Connection
 from ...trainer import TrainerQueue
-from ...trainer.checkpoints import read_state
+from ...trainer.checkpoints import read_state, write_state
 from ...trainer.microbatch import Batch
 from .options import WHERE, Options
 from .rows import as_fields, rows_of
@@ -27,6 +31,8 @@ from .rows import as_fields, rows_of
 logger = logging.getLogger(__name__)
 
 TRAIN: Final = "train"
+#: Name of the order of verl's data loader before any checkpoint.
+BEGINNING: Final = "verl"
 #: For a checkpoint without the queue's state.
 REMEDY: Final = "or set trainer.resume_mode=disable and another run"
 #: After this long without a new group, prompts are submitted in the place of those whose groups were dropped.
@@ -71,6 +77,7 @@ class QueueSampler(ReplayBufferAsync):
         self._connection = Connection(options.url)
         self.queue = TrainerQueue(self._connection, options.run, mark="explicit", **options.queue)
         self._needs_log_probs, self._has_rope_channels = "", False
+        self._order, self._fetched = BEGINNING, 0  # of verl's data loader, and prompts it has given
         self._unmarked: list[Batch] = []
         self._outputs: dict[str, Mapping[str, Tensor]] = {}  # of the rows of the last batch, by key
 
@@ -123,7 +130,9 @@ class QueueSampler(ReplayBufferAsync):
         """
         self._needs_log_probs, self._has_rope_channels = needs_log_probs, has_rope_channels
         if checkpoint is not None:
-            self.queue.load_state_dict(read_state(checkpoint, REMEDY))
+            state = read_state(checkpoint, REMEDY)
+            self._resume_order(checkpoint, state)
+            self.queue.load_state_dict(state)
         # Rows that verl has saved: the queue gives them again, or they are trained on.
         saved = [key for key, tag in _keys().items() if not tag.get("is_prompt", False)]
         if saved:
@@ -135,6 +144,34 @@ class QueueSampler(ReplayBufferAsync):
                 f"run {self.options.run} is at version {version}, verl at step {global_steps}, which is version "
                 f"{expected}: resume from the checkpoint that belongs to it, or give another {WHERE}.run"
             )
+
+    def state(self) -> dict[str, Any]:
+        """What belongs into verl's checkpoint: the queue's state, and where the data loader is."""
+        return {**self.queue.state_dict(), "verl": {"order": self._order, "fetched": self._fetched}}
+
+    def _resume_order(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Go on where the data loader was. After an older checkpoint what has ended since is played again."""
+        known, committed = state.get("verl", {}), 0
+        with suppress(StreamadvError):  # the server may have lost the run
+            committed = read_status(find_run(self._connection, self.options.run)).trainer.committed
+        self._order, self._fetched = known.get("order", ""), known.get("fetched", 0)
+        if committed > state["version"] or not self._order:
+            self._order = doors.random_bytes(4).hex()
+            write_state(checkpoint, {**state, "verl": {"order": self._order, "fetched": self._fetched}})
+
+    def name(self, prompts: TensorDict) -> TensorDict:
+        """Give prompts that the data loader has given their uids: place in its order, and checksum of the prompt.
+
+        A prompt that is given again after a restart is the same group, which is played on, or was played already.
+        """
+        texts = [repr(raw).encode() for raw in prompts["raw_prompt"]]
+        places = range(self._fetched, self._fetched + len(texts))
+        self._fetched += len(texts)
+        uids = [
+            f"{self._order}-{place}-{zlib.crc32(text):08x}" for place, text in zip(places, texts, strict=True)
+        ]
+        prompts["uid"] = NonTensorStack(*uids)
+        return prompts
 
     def fill(self) -> None:
         """Submit prompts until a window of them is in play or waits for the trainer."""

@@ -73,6 +73,10 @@ class QueuePPOTrainer(PPOTrainer):
         self.replay_buffer.trained()
         return batch
 
+    def _fetch_one_gen_batch(self) -> Any:
+        """As verl's, with uids that a restart gives again."""
+        return self.replay_buffer.name(super()._fetch_one_gen_batch())
+
     def _add_batch_to_generate(self) -> None:
         self.replay_buffer.fill()
 
@@ -96,7 +100,7 @@ class QueuePPOTrainer(PPOTrainer):
 
     def _save_checkpoint(self) -> None:
         """The queue's state is there before the rest, and only a whole checkpoint is committed."""
-        state = self.replay_buffer.queue.state_dict()
+        state = self.replay_buffer.state()
         write_state(self._checkpoint(), state)
         super()._save_checkpoint()
         self.replay_buffer.queue.commit(state)

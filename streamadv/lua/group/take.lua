@@ -7,8 +7,9 @@
 --       members, payload key or '', bytes, fencing epoch, members, member table
 -- Returns  {entries taken, position in the list, outcome, data source and rewards of each group that has ended ...}
 --          rewards: nil of a group that has come whole
--- An entry that somebody else has finished (XACK 0) is skipped. A member that no slot waits for is malformed and does not
--- count; so is every member of a packet with usable ones whose payload does not exist.
+-- An entry that somebody else has finished (XACK 0) is skipped, and so is one whose id another packet has: a server whose
+-- clock was set back, and that has lost writes, gives ids a second time. A member that no slot waits for is malformed and
+-- does not count; so is every member of a packet with usable ones whose payload does not exist.
 -- include count
 -- include sizes
 -- include group
@@ -21,24 +22,41 @@ local policy = policy_of(ARGV, 2)
 local acked, payloads, groups, at = {}, {}, {}, POLICY_ARGS + 2
 while ARGV[at] do
   local packets, number = {}, tonumber(ARGV[at + 2])
-  local arrived = {id = ARGV[at], position = #groups + 1, size = tonumber(ARGV[at + 1]), packets = packets}
-  groups[arrived.position] = arrived
+  groups[#groups + 1] = {id = ARGV[at], position = #groups + 1, size = tonumber(ARGV[at + 1]), packets = packets}
   at = at + GROUP_ARGS
   for i = at, at + (number - 1) * PACKET_ARGS, PACKET_ARGS do
-    if redis.call('XACK', keys.rollouts, ARGV[1], ARGV[i]) == 1 then
-      acked[#acked + 1] = ARGV[i]
-      packets[#packets + 1] = {entry = ARGV[i], count = tonumber(ARGV[i + 1]), key = ARGV[i + 2], bytes = ARGV[i + 3],
-        epoch = ARGV[i + 4], text = ARGV[i + 5], table = ARGV[i + 6]}
-      if ARGV[i + 2] ~= '' then payloads[#payloads + 1] = ARGV[i + 2] end
+    packets[#packets + 1] = {entry = ARGV[i], count = tonumber(ARGV[i + 1]), key = ARGV[i + 2], bytes = ARGV[i + 3],
+      epoch = ARGV[i + 4], text = ARGV[i + 5], table = ARGV[i + 6]}
+    if ARGV[i + 2] ~= '' then payloads[#payloads + 1] = ARGV[i + 2] end
+  end
+  at = at + number * PACKET_ARGS
+end
+local all_exist = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
+
+-- Whether another packet has the id of this one. A payload that exists was not lost, and with it its entry.
+local function is_other(group_id, packet)
+  if all_exist and packet.key ~= '' then return false end
+  local entry = redis.call('XRANGE', keys.rollouts, packet.entry, packet.entry)[1]
+  local own = {group_id = group_id, payload = packet.key, members = packet.text}
+  for i = 1, entry and #entry[2] or 0, 2 do
+    if (own[entry[2][i]] or entry[2][i + 1]) ~= entry[2][i + 1] then return true end
+  end
+  return false
+end
+
+for _, arrived in ipairs(groups) do
+  local sent = arrived.packets
+  arrived.packets = {}
+  for _, packet in ipairs(sent) do
+    if not is_other(arrived.id, packet) and redis.call('XACK', keys.rollouts, ARGV[1], packet.entry) == 1 then
+      acked[#acked + 1] = packet.entry
+      table.insert(arrived.packets, packet)
     end
   end
-  if #packets < number then arrived.size = 0 end
-  at = at + number * PACKET_ARGS
+  if #arrived.packets < #sent then arrived.size = 0 end
 end
 if #acked == 0 then return {0} end
 count('rollouts_packets', -redis.call('XDEL', keys.rollouts, unpack(acked)))
-local all_exist = #payloads == 0 or redis.call('EXISTS', unpack(payloads)) == #payloads
-
 local reply = {#acked}
 local function note_ended(arrived, outcome, data_source, rewards)
   local n = #reply

@@ -1,13 +1,12 @@
 -- The end of a prompt's group, in the stream from which it is carried to the home shard: the last ones are kept, since that
--- one may lose what it was told. Behind the outcome stands what its rewards were, where somebody knows them:
--- '<number of rewards>,<mean>,<standard deviation>,<least>,<tokens, 0 = not known>'.
+-- one may lose what it was told. An entry is '<group> <outcome> <figures>'. The figures are what its rewards were, where
+-- somebody knows them: '<number of rewards>,<mean>,<standard deviation>,<least>,<tokens, 0 = not known>'.
 -- KEYS  prompt_ends
 local PROMPT_ENDS_KEPT = 8192
 
 local function note_prompt_end(id, outcome, figures)
   if string.sub(id, 1, 7) ~= 'prompt:' then return end
-  redis.call('XADD', keys.prompt_ends, 'MAXLEN', '~', PROMPT_ENDS_KEPT, '*', 'group', id, 'outcome', outcome, 'figures',
-    figures or '')
+  redis.call('XADD', keys.prompt_ends, 'MAXLEN', '~', PROMPT_ENDS_KEPT, '*', 'end', id .. ' ' .. outcome .. ' ' .. (figures or ''))
 end
 
 -- Figures of rewards, which are separated by blanks; '' of none.

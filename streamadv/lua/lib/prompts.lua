@@ -11,7 +11,6 @@
 --   'born'            id of all this
 --   'selected'        the last period that weights were selected for; 'weight:<source>' these, 'from:<source>' `next` then
 --   other fields      counters: '<what> <source> <epoch>'
--- `prompt_solved` has a digit for each prompt of a set that skips solved ones: in how many epochs running it was solved.
 -- KEYS  prompt_entries, prompt_again
 local NOBODY, GONE = '-', 'ended'
 

@@ -3,60 +3,60 @@
 -- lost its last writes may hear of a prompt that it has not begun, or of a later try.
 -- KEYS  void, prompt_state, prompt_entries, prompt_again, prompt_given_up, prompt_solved
 -- ARGV  retries; shard, last entry of its ends that the caller had known, and the last one here; 'check' (take them only if
---       the run had known just as much) or 'repeat'; then of each end: prompt, try, epoch, outcome, and where solved
---       prompts are skipped '<its number among the prompts of all sources> <1 if all its rewards are the best, else 0>'
+--       the run had known just as much) or 'repeat'; after how many epochs solved prompts are skipped, 0 = never; then of each
+--       end '<prompt> <try> <epoch> <outcome>', and where solved prompts are skipped ' <its number among the prompts of all
+--       sources> <1 if all its rewards are the best, else 0>'
 -- Returns  the last entry known: another one than the caller's if nothing was changed
 -- include prompts
 -- include prompt_state
+-- include prompt_solved
 local GIVEN_UP_KEPT = 1000
 local FILTERS = {zero_variance = true, difficulty = true}
 local NO_FAULT = {rolled_back = true}  -- of the prompt: it is played again as often as this happens
-local retries, cursor = tonumber(ARGV[1]), 'cursor:' .. ARGV[2]
+local retries, cursor, skip_solved = tonumber(ARGV[1]), 'cursor:' .. ARGV[2], tonumber(ARGV[6])
 if ARGV[5] == 'check' then
   local known = redis.call('HGET', keys.prompt_state, cursor) or '0-0'
   if known ~= ARGV[3] then return known end
 end
-redis.call('HSET', keys.prompt_state, cursor, ARGV[4])
+if ARGV[4] ~= ARGV[3] then redis.call('HSET', keys.prompt_state, cursor, ARGV[4]) end
 
 -- Entries of these prompts, as this call leaves them; false = none.
 local entries, changed, counts, next_of = {}, {}, {}, {}
-local items = {}
-for i = 6, #ARGV, 5 do items[#items + 1] = ARGV[i] end
+local ends, items = {}, {}
+for i = 7, #ARGV do
+  local item, source, position, try, epoch, outcome, number, is_solved =
+    string.match(ARGV[i], '^((%d+) (%d+)) (%d+) (%d+) (%S+) ?(%d*) ?(%d*)$')
+  items[#items + 1] = item
+  ends[#ends + 1] = {item = item, source = source, position = tonumber(position), try = tonumber(try), epoch = epoch,
+    outcome = outcome, number = tonumber(number), is_solved = is_solved == '1'}
+end
 if #items == 0 then return ARGV[4] end
 for i, entry in ipairs(redis.call('HMGET', keys.prompt_entries, unpack(items))) do entries[items[i]] = entry end
 local base = number_of('base')
 
 local function change(item, entry) entries[item], changed[item] = entry, true end
 
--- Try and failures of a prompt, and the nonce of its lease; nil if it has no entry.
-local function entry_of(item)
-  local try, failures, nonce = string.match(entries[item] or '', '^(%d+) (%d+) (%S+)')
-  return tonumber(try or ''), tonumber(failures or ''), nonce
-end
-
 -- Whether the prompt is below `next` of its source.
-local function is_begun(item)
-  local source, position = string.match(item, '^(%d+) (%d+)$')
-  next_of[source] = next_of[source] or number_of('next:' .. source)
-  return tonumber(position) < next_of[source]
+local function is_begun(it)
+  next_of[it.source] = next_of[it.source] or number_of('next:' .. it.source)
+  return it.position < next_of[it.source]
 end
 
-local function count_up(what, item, epoch, by)
-  local counter = what .. ' ' .. string.match(item, '^%d+') .. ' ' .. epoch
+local function count_up(what, it, by)
+  local counter = what .. ' ' .. it.source .. ' ' .. it.epoch
   counts[counter] = (counts[counter] or 0) + by
 end
 
-local function finish(item, epoch, what)
-  local _, _, nonce = entry_of(item)
-  if nonce == NOBODY then redis.call('ZREM', keys.prompt_again, item) end
-  change(item, not is_begun(item) and 'ended')
-  count_up(what, item, epoch, 1)
+local function finish(it, what)
+  if it.nonce == NOBODY then redis.call('ZREM', keys.prompt_again, it.item) end
+  change(it.item, not is_begun(it) and 'ended')
+  count_up(what, it, 1)
 end
 
-local function give_up(item, try, epoch, outcome)
-  finish(item, epoch, 'given_up:' .. outcome)
+local function give_up(it)
+  finish(it, 'given_up:' .. it.outcome)
   local order = redis.call('HINCRBY', keys.prompt_state, 'given_up', 1)
-  redis.call('ZADD', keys.prompt_given_up, whole(order), item .. ' ' .. whole(try) .. ' ' .. outcome)
+  redis.call('ZADD', keys.prompt_given_up, whole(order), it.item .. ' ' .. whole(it.try) .. ' ' .. it.outcome)
   if redis.call('ZCARD', keys.prompt_given_up) > GIVEN_UP_KEPT then
     redis.call('ZREM', keys.prompt_given_up, redis.call('ZRANGE', keys.prompt_given_up, 0, 0)[1])
   end
@@ -65,50 +65,42 @@ end
 local function put(item, try, failures, nonce) change(item, whole(try) .. ' ' .. whole(failures) .. ' ' .. nonce) end
 
 -- An operator has put a dead group back: its try is in play again, unless another one is.
-local function take_back(item, try, epoch)
-  local now, failures, nonce = entry_of(item)
-  if now == try + 1 and nonce == NOBODY then
-    redis.call('ZREM', keys.prompt_again, item)
-    count_up('again:dead', item, epoch, -1)
-    put(item, try, math.max(0, failures - 1), GONE)
-  elseif not now and redis.call('ZREM', keys.prompt_given_up, item .. ' ' .. whole(try) .. ' dead') == 1 then
-    put(item, try, retries, GONE)
-    count_up('given_up:dead', item, epoch, -1)
+local function take_back(it)
+  if it.now == it.try + 1 and it.nonce == NOBODY then
+    redis.call('ZREM', keys.prompt_again, it.item)
+    count_up('again:dead', it, -1)
+    put(it.item, it.try, math.max(0, it.failures - 1), GONE)
+  elseif not it.now and redis.call('ZREM', keys.prompt_given_up, it.item .. ' ' .. whole(it.try) .. ' dead') == 1 then
+    put(it.item, it.try, retries, GONE)
+    count_up('given_up:dead', it, -1)
   end
 end
 
--- Whether an end of this try counts, and how often the prompt had failed before.
-local function tries_of(item, try)
-  local now, failures = entry_of(item)
-  if now then return try >= now, failures end
-  return not (entries[item] or is_begun(item)) and try >= base, try - base
+-- Whether an end counts, and how often the prompt had failed before. Sets try, failures and nonce of its entry.
+local function tries_of(it)
+  local now, failures, nonce = string.match(entries[it.item] or '', '^(%d+) (%d+) (%S+)')
+  it.now, it.failures, it.nonce = tonumber(now or ''), tonumber(failures or ''), nonce
+  if it.now then return it.try >= it.now, it.failures end
+  return not (entries[it.item] or is_begun(it)) and it.try >= base, it.try - base
 end
 
--- How many epochs running the prompt was solved, for `skip_prompts`.
-local function note_solved(mark)
-  local number, is_solved = string.match(mark, '^(%d+) ([01])$')
-  if not number then return end
-  local before = tonumber(redis.call('GETRANGE', keys.prompt_solved, number, number)) or 0
-  redis.call('SETRANGE', keys.prompt_solved, number, is_solved == '1' and whole(math.min(9, before + 1)) or '0')
-end
-
-for i = 6, #ARGV, 5 do
-  local item, try, epoch, outcome = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3]
-  local counted, failures = tries_of(item, try)
+for _, it in ipairs(ends) do
+  local counted, failures = tries_of(it)
+  local outcome, is_fault = it.outcome, not NO_FAULT[it.outcome]
   if outcome == 'requeued' then
-    take_back(item, try, epoch)
+    take_back(it)
   elseif not counted then
     -- It has ended, or is played under a later try.
   elseif outcome == 'trained' or outcome == 'repeated' or FILTERS[outcome] then
-    finish(item, epoch, FILTERS[outcome] and 'filtered:' .. outcome or 'trained')
-    note_solved(ARGV[i + 4])
-  elseif failures >= retries and not NO_FAULT[outcome] then
-    give_up(item, try, epoch, outcome)
+    finish(it, FILTERS[outcome] and 'filtered:' .. outcome or 'trained')
+    if it.number then note_solved(skip_solved, it.number, it.is_solved) end
+  elseif failures >= retries and is_fault then
+    give_up(it)
   else
-    put(item, try + 1, failures + (NO_FAULT[outcome] and 0 or 1), NOBODY)
-    redis.call('ZADD', keys.prompt_again, string.match(item, '%d+$'), item)
-    note_try(try + 1)
-    count_up('again:' .. outcome, item, epoch, 1)
+    put(it.item, it.try + 1, failures + (is_fault and 1 or 0), NOBODY)
+    redis.call('ZADD', keys.prompt_again, whole(it.position), it.item)
+    note_try(it.try + 1)
+    count_up('again:' .. outcome, it, 1)
   end
 end
 

@@ -5,7 +5,8 @@
 --       none), nonce of the call, owner, most at once, of how many that are left one is leased at once, when shares are
 --       selected anew ('' = never, 'begun n' = once so many prompts were begun, 'version n' = once so many batches were
 --       trained on), then of each source: number of its prompts over all epochs, weight until others are selected
--- Returns  {'leased', prompt, entry, ...}
+-- Returns  {'leased', entry of these prompts, prompt, ...}  never begun before
+--          {'again', entry, prompt, ...}  begun before, or by this call: their groups may be there already
 --          {'select', period}  shares are to be selected for this period first
 --          {'some'}     there is one, and none was asked for
 --          {'wait', n}  none is left, and n were begun and have not ended
@@ -16,19 +17,17 @@
 local mode, nonce, owner = ARGV[3], ARGV[4], ARGV[5]
 if redis.call('HGET', keys.prompts, ARGV[1]) ~= ARGV[2] then return {'unknown'} end
 
-local leases = {'leased'}
-local function lease(item, try, failures)
-  leases[#leases + 1], leases[#leases + 2] = item, table.concat({whole(try), whole(failures), nonce, owner}, ' ')
-end
+local function entry_of(try, failures) return table.concat({whole(try), whole(failures), nonce, owner}, ' ') end
 
 if mode == 'repeat' then
-  local flat = redis.call('HGETALL', keys.prompt_entries)
+  local flat, leased = redis.call('HGETALL', keys.prompt_entries), {'again'}
   for i = 1, #flat, 2 do
     if string.match(flat[i + 1], '^%d+ %d+ (%S+)') == nonce then
-      leases[#leases + 1], leases[#leases + 2] = flat[i], flat[i + 1]
+      leased[2] = flat[i + 1]  -- one call leases under one entry
+      leased[#leased + 1] = flat[i]
     end
   end
-  if #leases > 1 then return leases end
+  if #leased > 1 then return leased end
 end
 
 local again = redis.call('ZRANGE', keys.prompt_again, 0, 0)[1]
@@ -38,9 +37,9 @@ if again then
   redis.call('ZREM', keys.prompt_again, again)
   try = try or number_of('base')
   note_try(try)
-  lease(again, try, failures or 0)
-  redis.call('HSET', keys.prompt_entries, leases[2], leases[3])
-  return leases
+  local entry = entry_of(try, failures or 0)
+  redis.call('HSET', keys.prompt_entries, again, entry)
+  return {'again', entry, again}
 end
 
 local fields = {'base', 'tries', 'selected'}
@@ -82,9 +81,10 @@ local function next_one()
 end
 
 local count, is_some, is_all = math.max(1, math.min(tonumber(ARGV[6]), math.floor(unbegun / tonumber(ARGV[7])))), false, false
-while not (is_some or is_all) and #leases < 1 + 2 * count do
+local entry, leases, changed = entry_of(base, 0), {}, {}
+while not (is_some or is_all) and #leases < count do
   local items = {}
-  for _ = 1, mode == 'ask' and 1 or count - (#leases - 1) / 2 do
+  for _ = 1, mode == 'ask' and 1 or count - #leases do
     local source, item = next_one()
     if not item then
       is_all = true
@@ -99,21 +99,20 @@ while not (is_some or is_all) and #leases < 1 + 2 * count do
       local it = sources[tonumber(string.match(item, '^%d+'))]
       it.next, is_some = it.next - 1, true
     elseif not entries[i] then
-      lease(item, base, 0)
+      leases[#leases + 1] = item
+      changed[#changed + 1], changed[#changed + 2] = item, entry
     end
   end
 end
-local changed = {}
+if #leases > 0 then redis.call('HSET', keys.prompt_entries, unpack(changed)) end
+changed = {}
 for source, it in ipairs(sources) do
   if it.is_begun then changed[#changed + 1], changed[#changed + 2] = 'next:' .. source, whole(it.next) end
 end
-if #leases > 1 and base >= (read(2) or 0) then changed[#changed + 1], changed[#changed + 2] = 'tries', whole(base + 1) end
+if #leases > 0 and base >= (read(2) or 0) then changed[#changed + 1], changed[#changed + 2] = 'tries', whole(base + 1) end
 if #changed > 0 then redis.call('HSET', keys.prompt_state, unpack(changed)) end
 if is_some then return {'some'} end
-if #leases > 1 then
-  redis.call('HSET', keys.prompt_entries, unpack(leases, 2))
-  return leases
-end
+if #leases > 0 then return {'leased', entry, unpack(leases)} end
 local left = redis.call('HLEN', keys.prompt_entries)
 if left > 0 then return {'wait', left} end
 return {'over'}

@@ -3,11 +3,12 @@
 -- ARGV  in how many epochs running, then of each prompt: the prompt, its entry as it was leased, epoch, its number among
 --       the prompts of all sources
 -- Returns  for each prompt 1 if it was ended, else 0; 0 as well if the lease is no longer this one
-local skipped = {}
+-- include prompt_solved
+local skipped, skip_solved = {}, tonumber(ARGV[1])
 for i = 2, #ARGV, 4 do
-  local item, number = ARGV[i], ARGV[i + 3]
-  local solved = tonumber(redis.call('GETRANGE', keys.prompt_solved, number, number)) or 0
-  local is_skipped = solved >= tonumber(ARGV[1]) and redis.call('HGET', keys.prompt_entries, item) == ARGV[i + 1]
+  local item = ARGV[i]
+  local is_skipped = solved_at(skip_solved, tonumber(ARGV[i + 3])) >= skip_solved
+    and redis.call('HGET', keys.prompt_entries, item) == ARGV[i + 1]
   skipped[#skipped + 1] = is_skipped and 1 or 0
   if is_skipped then
     redis.call('HDEL', keys.prompt_entries, item)

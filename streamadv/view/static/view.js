@@ -41,13 +41,25 @@ if (board) {
     away.textContent = text;
   };
   const source = new EventSource(board.dataset.live);
+  let isPressed = false;
+  addEventListener("pointerdown", () => { isPressed = true; });
+  for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => { setTimeout(() => { isPressed = false; }); });
   source.addEventListener("flow", (event) => {
-    board.innerHTML = JSON.parse(event.data);
     old("");
+    if (isPressed || !getSelection().isCollapsed) return;  // what is clicked on or copied stays
+    const links = () => [...board.querySelectorAll("a")], at = links().indexOf(document.activeElement);
+    board.innerHTML = JSON.parse(event.data);
+    links()[at]?.focus({ preventScroll: true });
   });
   source.addEventListener("away", (event) => old(JSON.parse(event.data)));
   source.onerror = () => old("this page's server does not answer; it is asked again");
 }
+
+// A row of a table opens wherever it is clicked on.
+addEventListener("click", (event) => {
+  const open = event.target.closest("table.rows tr")?.querySelector("a.open");
+  if (open && !event.target.closest("a") && getSelection().isCollapsed) location.href = open.href;
+});
 
 const slider = document.querySelector(".slider input[type=range]");
 if (slider) {

@@ -35,7 +35,7 @@ def write_model(folder: Path) -> str:
     return str(folder)
 
 
-def write_prompts(file: Path) -> str:
+def write_prompts(file: Path, count: int = PROMPTS) -> str:
     records = [
         {
             "prompt": [{"role": "user", "content": f"{number // 10} {number % 10}"}],
@@ -43,7 +43,7 @@ def write_prompts(file: Path) -> str:
             "reward_model": {"ground_truth": str(number)},
             "extra_info": {"index": number},
         }
-        for number in range(PROMPTS)
+        for number in range(count)
     ]
     pandas.DataFrame(records).to_parquet(file)
     return str(file)

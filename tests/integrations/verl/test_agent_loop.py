@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 from verl.experimental.agent_loop import AgentLoopOutput
 
+import streamadv as sa
 from streamadv.errors import TrajectoryError
 from streamadv.integrations.verl.agent_loop import record
 from tests.support import join, ledger, problems, working
 
 from .jobs import TIMEOUT_S, play, run_job
-from .settings import SIZE
+from .settings import SIZE, WORDS, write_model, write_prompts
 from .test_jobs import KILLED
 
 
@@ -75,8 +77,15 @@ def test_what_an_engine_does_not_say() -> None:
 @pytest.mark.server
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_verl_plays_its_prompts_and_a_killed_job_goes_on(redis_url: str, run: str, tmp_path: Path) -> None:
-    """A rollout that the engine fails drops its group; other prompts are submitted in its place."""
+    """A rollout that the engine fails drops its group; other prompts are submitted in its place.
+
+    The prompts that the data loader had given after the last checkpoint are the same groups when it gives them again.
+    """
     log = tmp_path / "log"
+    write_model(tmp_path / "model")
+    write_prompts(tmp_path / "prompts.parquet", 100)
+    with sa.Producer(redis_url, run, settings=sa.RunSettings(keep={"trained": 1.0})):
+        pass
     with working(join(redis_url, run)):
         assert run_job(play, tmp_path, redis_url, run, 4, ("in the step", 3), log=log) == KILLED
         assert problems(join(redis_url, run), deep=False) == []
@@ -88,5 +97,9 @@ def test_verl_plays_its_prompts_and_a_killed_job_goes_on(redis_url: str, run: st
     assert counted["dropped"].get("failed", 0) > 0, counted
     assert problems(join(redis_url, run), deep=False) == []
     assert json.loads((tmp_path / "left.json").read_text()) == [], "rows that were trained on are still there"
+    trained = sa.kept(redis_url, run=run, outcome="trained")
+    ids = [each.rows[0].input_ids for each in trained if each.rollout_index == 0]
+    digits = Counter((WORDS[row[1]], WORDS[row[2]]) for row in ids)
+    assert len(digits) == 4 * 4, digits  # each prompt once: the data set has more than are played
     validated = json.loads((tmp_path / "validated.json").read_text())
     assert any(name.startswith("val-core/digits/") for name in validated), validated

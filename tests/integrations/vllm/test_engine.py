@@ -19,6 +19,7 @@ from tests.gateway.play import Playing, gateway_of, playing, pushed
 
 from .serving import EXAMPLE
 from .tap import Tap
+from .wire import check_wire
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 openai = pytest.importorskip("openai")
@@ -34,36 +35,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in ("agent", "task"):
         sys.modules.pop(name, None)
-
-
-def check_wire(found: Sequence[Any], said: Sequence[Any], total: int) -> None:
-    """Each row's sampled tokens are answers of the engine one after the other, and all answers are somewhere."""
-    wire: dict[tuple[int, ...], list[list[float]]] = {}
-    for ids, logs, _ in said:
-        wire.setdefault(ids, []).append(np.array(logs, "f4").tolist())
-    used = 0
-    for trajectory in found:
-        for step, (ids, logs) in steps_of(trajectory):
-            del step
-            assert logs in wire[tuple(ids)]
-            wire[tuple(ids)].remove(logs)
-            used += 1
-    assert used == total == len(said)
-
-
-def steps_of(trajectory: Any) -> Iterator[tuple[Any, tuple[list[int], list[float]]]]:
-    """Spans of trained tokens that no prompt interrupts: the turns."""
-    for row in trajectory.rows:
-        mask, at = [*row["response_mask"], 0], 0
-        while at < len(mask) - 1:
-            if not mask[at]:
-                at += 1
-                continue
-            end = at
-            while mask[end]:
-                end += 1
-            yield row, (row["input_ids"][at:end], row["rollout_log_probs"][at:end])
-            at = end
 
 
 @pytest.mark.usefixtures("example")

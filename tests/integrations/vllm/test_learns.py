@@ -11,8 +11,6 @@ from statistics import mean
 
 import pytest
 
-from streamadv.store.embedded import free_port
-
 from .serving import EXAMPLE
 
 pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -20,19 +18,11 @@ UPDATES = 30
 
 
 def test_the_agent_learns_to_use_its_tool(vllm_url: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("a-secret-of-the-tests")
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "STREAMADV_GATEWAY_SECRET_FILE": str(tmp_path / "secret"),
-        "ENGINE": vllm_url,
-        "PORT": str(free_port()),
-    }
-    environment.pop("STREAMADV_GATEWAY_SECRET", None)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     log = tmp_path / "log.jsonl"
     words = ["--model", model, "--weights", tmp_path / "weights", "--log", log, "--updates", UPDATES]
-    command = ["-m", "streamadv", "up", "--", "./play.sh", "--", "python", "train.py", *words]
+    command = ["-m", "streamadv", "up", "--gateway", vllm_url, "--load-weights"]
+    command += ["--", sys.executable, "rollouts.py", "--", sys.executable, "train.py", *words]
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=EXAMPLE, env=environment, capture_output=True, text=True, check=False,

@@ -16,13 +16,13 @@ import redis
 from streamadv.batch import leader
 from streamadv.errors import Busy, NoBatchError, ProducerClosedError, RunEndedError, SettingError
 from streamadv.producer import AsyncGroup, AsyncProducer, Producer
-from streamadv.producer.announcements import Announcements, AsyncAnnouncements
+from streamadv.producer.announcements import Lines
 from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
 from streamadv.run.heartbeats import SETTLE_S
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
-from streamadv.store.connection import AsyncConnection, Connection
+from streamadv.store.connection import Connection
 from streamadv.store.retry import Outage
 from streamadv.store.waiting import Wait
 from streamadv.trainer.queue import TrainerQueue
@@ -212,17 +212,23 @@ def url(request: pytest.FixtureRequest) -> str:
 SETTINGS = RunSettings(shards=2)
 
 
+def noted_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released for each caller that begins to wait for admission."""
+    waits, join_line = threading.Semaphore(0), Lines.join
+
+    def noted(self: Lines, *arguments: Any) -> None:
+        join_line(self, *arguments)
+        waits.release()
+
+    monkeypatch.setattr(Lines, "join", noted)
+    return waits
+
+
 @pytest.mark.server
 def test_threads_that_wait_for_admission_are_woken(
     url: str, run: str, never_polls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, wait = threading.Semaphore(0), Announcements.wait
-
-    def noted(self: Announcements, *arguments: Any) -> None:
-        waits.release()
-        wait(self, *arguments)
-
-    monkeypatch.setattr(Announcements, "wait", noted)
+    waits = noted_waits(monkeypatch)
     queue = queue_of(url, run, settings=SETTINGS).open()
     with Producer(url, run, settings=SETTINGS) as producer, ThreadPoolExecutor(2) as pool:
         next(iter(producer.begin_group(1, timeout=0))).push(**COLUMNS)
@@ -243,20 +249,14 @@ def test_threads_that_wait_for_admission_are_woken(
 async def test_tasks_that_wait_for_admission_are_woken(
     url: str, run: str, never_polls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, wait = asyncio.Semaphore(0), AsyncAnnouncements.wait
-
-    async def noted(self: AsyncAnnouncements, *arguments: Any) -> None:
-        waits.release()
-        await wait(self, *arguments)
-
-    monkeypatch.setattr(AsyncAnnouncements, "wait", noted)
+    waits = noted_waits(monkeypatch)
     queue = await asyncio.to_thread(queue_of(url, run, settings=SETTINGS).open)
     async with Producer(url, run, settings=SETTINGS) as producer:
         first = await producer.begin_group(1, timeout=0)
         await next(iter(first)).push(**COLUMNS)
         beginning = {asyncio.create_task(begin(producer)) for _ in range(2)}
         for _ in beginning:
-            await waits.acquire()
+            await asyncio.to_thread(waits.acquire)
         await asyncio.to_thread(train, queue, join(url, run), "file:///1")
         done, waiting = await asyncio.wait(beginning, timeout=30, return_when="FIRST_COMPLETED")
         assert [len(task.result()) for task in done] == [1]
@@ -311,65 +311,35 @@ async def test_a_task_hears_of_room_after_its_connection_broke(
     queue.close()
 
 
-def is_listened_to(url: str) -> bool:
+def listeners(url: str) -> int:
     with redis.Redis.from_url(url) as client:
-        return any(c["cmd"] == "xread" and "b" in c["flags"] for c in client.client_list())
+        return sum(c["cmd"] == "xread" and "b" in c["flags"] for c in client.client_list())
 
 
 @pytest.mark.server
-def test_an_announcement_that_the_server_has_lost_ends_no_more_waits(
-    redis_url: str, forward: Callable[[float], None]
+async def test_of_those_who_wait_one_listens_and_the_next_one_after_it(
+    redis_url: str, run: str, never_polls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Connection(redis_url) as connection, ThreadPoolExecutor(1) as pool:
-        announcements = Announcements(connection, "r")
-        connection.scripts.xadd("admission", {"n": 1})
-        announcements.wait("admission", b"", 30)
-        connection.scripts.flushall()
-        forward(60)
-        waiting = pool.submit(announcements.wait, "admission", b"", 30)
-        while not is_listened_to(redis_url) and not waiting.done():
+    """Also if it is cancelled."""
+    waits = noted_waits(monkeypatch)
+    queue = await asyncio.to_thread(queue_of(redis_url, run).open)
+    async with Producer(redis_url, run) as producer:
+        first = await producer.begin_group(1, timeout=0)
+        await next(iter(first)).push(**COLUMNS)
+        beginning = []
+        for _ in range(3):
+            beginning.append(asyncio.create_task(begin(producer)))
+            await asyncio.to_thread(waits.acquire)
+        while not (count := await asyncio.to_thread(listeners, redis_url)):
             pass
-        assert not futures.wait({waiting}, timeout=0.1).done
-        connection.scripts.xadd("admission", {"n": 1})
-        waiting.result(timeout=30)
-        announcements.close()
-
-
-@pytest.mark.server
-def test_an_interrupted_wait_leaves_no_listener(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with Connection(redis_url) as connection:
-        before = set(threading.enumerate())
-        announcements = Announcements(connection, "r")
-        monkeypatch.setattr(announcements._changed, "wait_for", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            announcements.wait("admission", b"", 30)
-        (listener,) = [
-            each for each in set(threading.enumerate()) - before if each.name == "streamadv-admission"
-        ]
-        listener.join(30)
-        assert not listener.is_alive()
-
-
-@pytest.mark.server
-async def test_an_announcement_that_the_server_has_lost_ends_no_more_waits_of_tasks(
-    redis_url: str, forward: Callable[[float], None]
-) -> None:
-    async with AsyncConnection(redis_url) as connection:
-        announcements = AsyncAnnouncements(connection, "r")
-        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await connection.scripts.xadd("admission", {"n": 1})
-        await announcements.wait("admission", b"", 30, never)
-        await connection.scripts.flushall()
-        forward(60)
-        waiting = asyncio.create_task(announcements.wait("admission", b"", 30, never))
-        done, _ = await asyncio.wait({waiting}, timeout=0.1)
-        assert not done
-        await connection.scripts.xadd("admission", {"n": 1})
-        await asyncio.wait_for(waiting, 30)
-        await announcements.close()
+        assert count == 1
+        beginning[0].cancel()
+        await asyncio.wait({beginning[0]})
+        await asyncio.to_thread(train, queue, join(redis_url, run))
+        assert len(await asyncio.wait_for(beginning[1], 30)) == 1
+        assert not beginning[2].done()
+        beginning[2].cancel()
+    queue.close()
 
 
 @pytest.mark.server
@@ -398,7 +368,7 @@ def test_who_waits_for_admission_is_not_held_up_when_the_producer_closes(
         producer = Producer(redis_url, run).open()
         producer.begin_group(1, timeout=0)
         beginning = pool.submit(producer.begin_group, 1)
-        while not is_listened_to(redis_url):
+        while not listeners(redis_url):
             pass
         producer.close()
         with pytest.raises(ProducerClosedError):

@@ -118,6 +118,33 @@ def test_an_archive_is_pushed_again(redis_url: str, run: str, tmp_path: Path, ca
     assert before == after
 
 
+def test_late_columns_are_pushed_again_as_columns(redis_url: str, run: str, tmp_path: Path) -> None:
+    """A trainer that names them in `pushed` gets the same numbers; one that makes them itself has its own."""
+
+    def values(factor: float) -> dict[str, Any]:
+        return {"values": lambda micro_batch: micro_batch.input_ids.float() * factor}
+
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 3)
+        made = train(joined, 3, {"estimator": "gae"}, late=values(0.25))
+    archive_all(joined, tmp_path)
+
+    def again(name: str, **options: Any) -> dict[Place, list[float]]:
+        other = kept_run(redis_url, f"{run}-{name}")
+        assert cli.main(["replay", str(tmp_path), "--redis", redis_url, "--run", other.name]) == 0
+        trained = train(other, 3, {"estimator": "gae"}, **options)
+        rewound = ["rewind", "--batch", "0", "--device", "cpu", "--redis", redis_url, "--run", other.name]
+        assert cli.main(rewound) == 0
+        return advantages(trained)
+
+    def advantages(trained: dict[Place, Any]) -> dict[Place, list[float]]:
+        return {place: each.rows[0].advantages.tolist() for place, each in trained.items()}
+
+    assert again("pushed", pushed=["values"]) == again("late", late=values(0.25)) == advantages(made)
+    assert again("other", late=values(0.5)) != advantages(made)
+
+
 @pytest.mark.parametrize("chain", ["grpo", "verl/grpo", {"estimator": "gae"}, {"estimator": "gigpo"}])
 def test_a_batch_is_computed_again_without_a_server(
     redis_url: str, run: str, tmp_path: Path, capsys: Any, chain: Any

@@ -235,6 +235,21 @@ def test_any_number_of_ranks_has_the_same_late_bits(
     assert rewound() == (0, "batch 0: 7 groups, 28 rollouts\nbit-identical\n")
 
 
+@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_every_preset_gives_the_same_bits_with_late_columns_for_any_number_of_ranks(
+    redis_url: str, run: str, rewound: Rewind, chain: str, world_size: int
+) -> None:
+    joined = kept_run(redis_url, run, shards=2)
+    with producing(redis_url, run) as producer:
+        push(producer, 7)
+        trained_by_ranks(joined, world_size, chain, late=late_of(chain))
+    assert problems(joined) == []
+    assert rewound() == (0, "batch 0: 7 groups, 28 rollouts\nbit-identical\n")
+
+
 def test_a_batch_that_was_delivered_twice_has_the_late_columns_of_the_second_time(
     redis_url: str, run: str, rewound: Rewind
 ) -> None:

@@ -13,7 +13,15 @@ import streamadv as sa
 from streamadv import cli
 from streamadv.errors import StreamadvError
 from streamadv.prompts.spec import identity
-from streamadv.prompts.stored import Stored, carry_ends, check_requeue, give_back_of_lost
+from streamadv.prompts.steps import Ends
+from streamadv.prompts.stored import (
+    Stored,
+    carry_ends,
+    carry_out,
+    check_requeue,
+    give_back_of_lost,
+    read_sets,
+)
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead, requeue
 from streamadv.run.heartbeats import Attendance
@@ -259,3 +267,13 @@ def test_a_run_that_has_lost_its_prompts_gets_them_from_the_checkpoint(redis_url
         assert len(trained) == COUNT
         assert next(groups, None) is None
         assert stored(joined).is_over
+
+
+def test_what_somebody_has_carried_is_not_read_by_others(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer, queue_of(redis_url, run) as queue:
+        play(producer.prompts(prompts(epochs=1), SIZE), 4)
+        joined = join(redis_url, run)
+        train(queue, joined, 2)
+        queue.commit(queue.state_dict())
+        assert trained_of(stored(joined)) == 4
+        assert carry_out(joined, Ends().carry(joined.keys, read_sets(joined)[0])) == 0

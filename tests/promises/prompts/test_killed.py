@@ -25,7 +25,8 @@ from tests.support import join, problems, working
 EPOCHS = int(os.environ.get("STREAMADV_PROMPTS_EPOCHS", "3"))
 COUNT = int(os.environ.get("STREAMADV_PROMPTS_COUNT", "100"))
 SEED = int(os.environ.get("STREAMADV_PROMPTS_SEED", "0"))
-SIZE, KILLS = 4, 12
+KILLS = int(os.environ.get("STREAMADV_PROMPTS_KILLS", "12"))
+SIZE = 4
 
 PRODUCER = """
 import random, sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -152,6 +153,15 @@ def test_other_prompts_under_the_same_name_are_refused(redis_url: str, run: str)
             next(producer.prompts(others, SIZE))
         with pytest.raises(SettingError, match="epochs is 3, in the run 2"):
             next(producer.prompts(prompts(epochs=3), SIZE))
+        with pytest.raises(SettingError, match="the number of prompts is 5, in the run 7"):
+            next(producer.prompts(sa.Prompts(range(5), epochs=EPOCHS), SIZE))
+        next(producer.prompts(sa.Prompts({"a": [1], "b": [2, 3]}, name="two"), SIZE))
+        for other, message in (
+            ({"a": [1], "b": [2]}, "the number of prompts of source 'b' is 1, in the run 2"),
+            ({"a": [1], "c": [2, 3]}, "the number of prompts of source 'b' is None, in the run 2"),
+        ):
+            with pytest.raises(SettingError, match=message):
+                next(producer.prompts(sa.Prompts(other, name="two"), SIZE))
 
 
 def test_prompts_are_leased_together_while_many_are_left(redis_url: str, run: str) -> None:
@@ -169,6 +179,21 @@ def test_prompts_are_leased_together_while_many_are_left(redis_url: str, run: st
         ]
 
 
+def test_the_same_prompts_in_the_words_of_another_release_are_played(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        next(producer.prompts(prompts(), SIZE))
+        joined = join(redis_url, run)
+        described = joined.keys.home.prompts
+        words = json.loads(joined.connection.scripts.hget(described, "train"))
+        for added_since in ("skip_solved", "best_reward", "select"):
+            del words[added_since]
+        joined.connection.scripts.hset(described, "train", json.dumps(words))
+        _, group = next(producer.prompts(prompts(), SIZE))
+        assert group.group_id != ""
+        with pytest.raises(SettingError, match="retries is 5, in the run 1"):
+            next(producer.prompts(prompts(retries=5), SIZE))
+
+
 def test_a_lease_whose_reply_was_lost_is_had_again(redis_url: str, run: str) -> None:
     many = sa.Prompts(range(1000), shuffle=None)
     with sa.Producer(redis_url, run) as producer:
@@ -180,8 +205,8 @@ def test_a_lease_whose_reply_was_lost_is_had_again(redis_url: str, run: str) -> 
             return run_script(joined.connection.scripts, lease(joined.keys.home, many.set, mode, "n", "me 1"))
 
         first, again = ask("lease"), ask("repeat")
-        assert sorted(first[1::2]) == sorted(again[1::2])
-        assert first[1::2] == [b"1 %d" % position for position in range(15, 30)]
+        assert sorted(first[2:]) == sorted(again[2:])
+        assert first[2:] == [b"1 %d" % position for position in range(15, 30)]
 
 
 def test_the_last_prompts_are_leased_one_by_one(redis_url: str, run: str) -> None:

@@ -12,7 +12,7 @@ import streamadv as sa
 from streamadv.prompts.spec import identity
 from streamadv.store.connection import Connection
 from tests.promises.nothing_lost.test_world_size import start_job
-from tests.support import join, next_batch, problems, working
+from tests.support import join, next_batch, problems, trajectory, working
 
 from .test_back import CHAIN, play, queue_of, train, trained_of
 from .test_once import COUNT, SIZE, prompts, stored
@@ -114,3 +114,22 @@ def test_a_run_that_has_lost_everything_goes_on_from_the_checkpoint(redis_url: s
         assert Counter(map(identity, trained)) == dict.fromkeys(map(identity, trained), 1)
         assert len(trained) == COUNT
         assert stored(joined).counters == {"trained 1 0": COUNT}
+
+
+@pytest.mark.release
+def test_a_checkpoint_of_many_groups_ends_all_their_prompts(redis_url: str, run: str) -> None:
+    """They are more than a shard remembers ends of."""
+    half = 4200
+    given = sa.Prompts(range(2 * half), shuffle=None)
+    settings = sa.RunSettings(max_trajectory_bytes=4096, dedupe_groups=10 * half)
+    with sa.Producer(redis_url, run, settings=settings) as producer:
+        joined = join(redis_url, run)
+        next(producer.prompts(given, 1))
+        ids = [given.set.group_id(f"1 {position}", 0) for position in range(2 * half)]
+        for start in range(0, len(ids), 100):
+            producer.push_many([[trajectory(group_id, 0, 1)] for group_id in ids[start : start + 100]])
+        with sa.TrainerQueue(redis_url, run, batch_groups=half, max_staleness=2, chain=CHAIN) as queue:
+            for _ in range(2):
+                train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+            assert trained_of(stored(joined)) == 2 * half

@@ -20,6 +20,7 @@ from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.run.packets import parse_members
 from streamadv.store.connection import Connection
+from streamadv.trajectory.schema import Trajectory
 from tests.support import (
     batches_read,
     consumer_of,
@@ -273,6 +274,30 @@ def test_a_take_that_is_repeated_changes_nothing(fake: Connection) -> None:
         before = ledger(run)
         assert grouper.take(run, entries) == []
         assert ledger(run) == before
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize(
+    "record", [trajectory("g", 0, 1), ended("g", 0, 1, "failed")], ids=["usable", "failed"]
+)
+def test_a_packet_that_was_lost_is_not_taken_for_the_one_that_has_its_id(
+    fake: Connection, record: Trajectory
+) -> None:
+    """A server whose clock was set back, and that has lost writes, gives ids a second time."""
+    with producing(fake, "r") as producer:
+        producer.push([record])
+        lost = consumer_of(join(fake, "r")).read(10)
+    fake.scripts.flushall()
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        producer.push([trajectory("h", 0, 1)])
+        stream = run.keys.home.rollouts
+        ((_, fields),) = fake.scripts.xrange(stream)  # type: ignore[misc]
+        fake.scripts.delete(stream)
+        fake.scripts.xadd(stream, fields, id=lost[0].id)
+        found = consumer_of(run).read(10)
+        assert grouper.take(run, lost) == []
+        assert grouper.take(run, found) == ["complete"]
     assert problems(run) == []
 
 

@@ -52,3 +52,10 @@ def test_a_prompt_that_fails_everywhere_is_named() -> None:
     assert code.failing == {"4": 1}
     assert "given up again and again: 3 in 3 epochs" in line_of(math)
     assert "again and again" not in line_of(code)
+
+
+def test_a_set_is_over_when_what_follows_has_ended_before() -> None:
+    """A server that has lost its last writes hears how prompts ended that it has not begun."""
+    late = ["2 58", "2 59"]
+    assert Stored(SET, "born", [30, 58], {}, late, {}, SHARES).is_over
+    assert not Stored(SET, "born", [30, 58], {}, late[1:], {}, SHARES).is_over

@@ -135,3 +135,39 @@ def test_the_fingerprint_tells_data_apart() -> None:
     assert same.set != sa.Prompts([{"question": "b", "answer": 2}, {"question": "a", "answer": 1}]).set
     streamed = sa.Prompts(sa.Stream(Stream(100), 100), shuffle=None).set.fingerprint
     assert streamed == sa.Prompts(sa.Stream(Stream(100), 100), shuffle=None).set.fingerprint
+
+
+class DatasetDict(dict[str, Any]):
+    """As the splits of a data set of Hugging Face."""
+
+
+def test_splits_are_no_sources() -> None:
+    splits = DatasetDict(train=ROWS, test=ROWS)
+    with pytest.raises(SettingError, match=r"give one of its splits, such as .*\['test'\]"):
+        sa.Prompts(splits)
+    assert len(sa.Prompts({"gsm8k": splits["train"]})) == 5
+
+
+class Column:
+    """As a series of pandas: its items are values."""
+
+    def __init__(self, values: list[str]) -> None:
+        self.iloc = values
+
+    def __len__(self) -> int:
+        return len(self.iloc)
+
+
+def test_the_prompts_of_a_series_are_its_values() -> None:
+    assert sa.Prompts(Column(["one", "two"])).item(1, 1) == "two"
+
+
+@pytest.mark.parametrize("prompt", [{1: "a", "b": 2}, {("a", 1): 2}, {1, 2}, object()])
+def test_prompts_may_be_anything(prompt: Any) -> None:
+    assert sa.Prompts([prompt]).item(1, 0) is prompt
+    assert sa.Prompts([prompt]).set == sa.Prompts([prompt]).set
+
+
+def test_names_of_several_kinds_are_refused() -> None:
+    with pytest.raises(SettingError, match="a source is named 1"):
+        sa.Prompts({1: ["one"], "a": ["two"]})

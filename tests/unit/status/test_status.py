@@ -329,7 +329,7 @@ def test_the_json_has_the_keys_that_scripts_read(busy: Run) -> None:
     assert json["balanced"] is True
     with producing(busy.connection, "r"):
         (producer,) = read_status(busy).to_json()["producers"]
-    assert list(producer) == ["name", "state", "silent_s"]
+    assert list(producer) == ["name", "state", "silent_s", "rollouts", "turn_s"]
 
 
 def test_shards_that_are_read_together_are_those_read_alone(

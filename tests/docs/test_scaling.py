@@ -1,4 +1,4 @@
-"""The plan of docs/operate/sizing.md is that of its measurements, and of `streamadv bench scaling`."""
+"""The plan of docs/reference/scaling.md is that of its measurements, and of `streamadv bench scaling`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.scaling import LONG, PARTS, SHORT, UTILISATION, Costs, Linear
 
 from .story import ROOT, blocks_of
 
-PAGE: Final = "docs/operate/sizing.md"
+PAGE: Final = "docs/reference/scaling.md"
 Plan = Callable[..., dict[str, float]]
 
 

@@ -1,0 +1,134 @@
+"""What a group of a prompt costs beyond the same group by `producer.groups`: the figures of docs/produce/prompts.md.
+
+python -m tests.promises.prompts.cost [--rounds 25] [--prompts 1000000] [--skip-solved 0]
+
+Producer, workers and trainer take turns in one process, so its processor time is theirs. Both kinds of group take
+turns; of each part the least of all rounds stands. `commit` has what carries the ends of the prompts; `save` comes once
+a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+import streamadv as sa
+from streamadv.store.connection import Connection
+from streamadv.store.embedded import EmbeddedServer
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import compute_all, group_all, join
+
+GROUPS: Final = 256
+SIZE: Final = 2
+PARTS: Final = ("begin", "push", "group", "train", "save", "commit")
+
+
+class Clock:
+    """Microseconds of a group in each part, here and at the server."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._now = (0.0, 0.0)
+        self.spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def _read(self) -> tuple[float, float]:
+        server: Any = self._connection.scripts.info("cpu")
+        return time.process_time(), server["used_cpu_user"] + server["used_cpu_sys"]
+
+    def start(self) -> None:
+        gc.collect()
+        self._now = self._read()
+
+    def note(self, part: str) -> None:
+        now = self._read()
+        self.spent[part].append(
+            tuple((after - before) / GROUPS * 1e6 for before, after in zip(self._now, now, strict=True))  # type: ignore[arg-type]
+        )
+        self._now = self._read()
+
+    def least(self, part: str) -> tuple[float, float]:
+        here, server = zip(*self.spent[part], strict=True)
+        return min(here), min(server)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.promises.prompts.cost", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--prompts", type=int, default=1_000_000)
+    parser.add_argument("--skip-solved", type=int, default=0)
+    given = parser.parse_args()
+    with EmbeddedServer(None) as server:
+        play(server.url, given.rounds, given.prompts, given.skip_solved)
+
+
+def play(url: str, rounds: int, count: int, skip_solved: int) -> None:
+    prompts = sa.Prompts(range(count), epochs=3, skip_solved=skip_solved)
+    settings = sa.RunSettings(keep_bytes=0)
+    with sa.Producer(url, "cost", settings=settings) as producer:
+        run = join(url, "cost")
+        clocks = {"groups": Clock(run.connection), "prompts": Clock(run.connection)}
+        kinds = {
+            "groups": producer.groups(SIZE, metadata={"prompt": 123_456, "epoch": 0}),
+            "prompts": pairs(producer, prompts),
+        }
+        options: dict[str, Any] = {"batch_groups": GROUPS, "max_staleness": 2, "commit": "manual"}
+        with TrainerQueue(url, "cost", chain={"estimator": "grpo"}, **options) as queue:
+            for _ in range(rounds):
+                for kind, groups in kinds.items():
+                    one_round(clocks[kind], groups, run, queue)
+        show(clocks)
+        for kind in kinds.values():
+            kind.close()
+
+
+def pairs(producer: sa.Producer, prompts: sa.Prompts) -> Iterator[Any]:
+    for _, group in producer.prompts(prompts, SIZE):
+        yield group
+
+
+def one_round(clock: Clock, groups: Iterator[Any], run: Any, queue: TrainerQueue) -> None:
+    record = {"input_ids": np.arange(16, dtype=np.int32), "response_mask": np.ones(16, np.uint8)}
+    record["rollout_log_probs"] = np.zeros(16, np.float32)
+    clock.start()
+    begun = [next(groups) for _ in range(GROUPS)]
+    clock.note("begin")
+    for group in begun:
+        with group:
+            for rollout in group:
+                rollout.push(**record, reward=float(rollout.rollout_index))
+    clock.note("push")
+    group_all(run)
+    clock.note("group")
+    try:
+        batch = queue.next_batch(timeout=0)
+    except sa.errors.NoBatchError:
+        compute_all(run)
+        batch = queue.next_batch(timeout=0)
+    assert batch is not None
+    queue.trained(batch)
+    clock.note("train")
+    state = queue.state_dict()
+    clock.note("save")
+    queue.commit(state)
+    clock.note("commit")
+
+
+def show(clocks: dict[str, Clock]) -> None:
+    print(f"{'us a group':12}{'groups':>18}{'prompts':>18}{'more':>18}   (here, server)")
+    total = np.zeros((3, 2))
+    for part in PARTS:
+        of = [np.array(clocks[kind].least(part)) for kind in ("groups", "prompts")]
+        row = np.array([*of, of[1] - of[0]])
+        total += row
+        print(f"{part:12}" + "".join(f"{here:10.1f}{server:8.1f}" for here, server in row))
+    print(f"{'all':12}" + "".join(f"{here:10.1f}{server:8.1f}" for here, server in total))
+
+
+if __name__ == "__main__":
+    main()
