@@ -16,6 +16,7 @@ from .spec import PromptSet
 
 _NUMBER: Final = r"(-?[0-9][0-9.e+-]{0,29})"
 FIGURES: Final = re.compile(rf"([0-9]{{1,9}}),{_NUMBER},{_NUMBER},{_NUMBER},([0-9]{{1,15}})")
+END: Final = re.compile(r"(\S+) (\S+) (\S*)")
 FILTERS: Final = frozenset(("zero_variance", "difficulty"))
 
 
@@ -60,10 +61,9 @@ class End(NamedTuple):
 
 
 def end_of(text: bytes) -> End:
-    """From an entry of a shard's stream `prompt_ends`. What no process of the run has written has no outcome."""
-    group_id, _, rest = text.decode(errors="replace").partition(" ")
-    outcome, _, figures = rest.partition(" ")
-    return End(group_id, outcome, figures)
+    """From an entry of a shard's stream `prompt_ends`. Of what no process of the run has written all is empty."""
+    match = END.fullmatch(text.decode(errors="replace"))
+    return End("", "", "") if match is None else End(*match.groups())
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def end(
     args: list[Any] = [prompts.retries, *read, "repeat" if again else "check", prompts.skip_solved]
     for group_id, outcome, figures in ends:
         tried = prompts.parse(group_id)
-        if tried is not None and outcome:
+        if tried is not None:
             solved = _solved(prompts, tried, figures) if prompts.skip_solved else ""
             args.append(f"{tried.item} {tried.number} {tried.epoch} {outcome}{solved}")
     kinds = ("state", "entries", "again", "given_up", "solved")

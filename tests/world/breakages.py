@@ -291,14 +291,14 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     # Producer, again
     "a heartbeat takes the end back": Mutant(
-        f"{LUA}/run/heartbeat.lua", "instance == holder and state == 'finished' and state or 'open'", "'open'"
+        f"{LUA}/run/heartbeat.lua", "instance == holder and (state == 'finished' or state == 'serves')", "false"
     ),
     "a producer that has finished stays so on another server": Mutant(
         "streamadv/producer/logic.py", "self._resend.check(manifest.keys.shards, first=say_open)",
         "self._resend.check(manifest.keys.shards, first=lambda: iter(()))",
     ),
     "the last word goes out before what was lost": Mutant(
-        "streamadv/producer/logic.py", "if has_all and membership.finished:", "if membership.finished:"
+        "streamadv/producer/logic.py", "if has_all and membership.finished and not leaves:", "if membership.finished and not leaves:"
     ),
     "what was sent again is not kept for the next server": Mutant(
         "streamadv/producer/resend.py", "            sent.server_id, sent.when = servers[sent.shard], clock.now()\n",

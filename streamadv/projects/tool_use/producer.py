@@ -34,8 +34,12 @@ async def play(rollout, engine, task):
 
 async def main():
     prompts = sa.Prompts(tasks, epochs=rollouts["epochs"], shuffle=0)
-    engine, weights = new_engine(), sa.weights.Loader("weights")
-    async with sa.Producer(sa.redis_url()) as producer, asyncio.TaskGroup() as players:
+    weights = sa.weights.Loader("weights")
+    async with (
+        new_engine() as engine,
+        sa.Producer(sa.redis_url()) as producer,
+        asyncio.TaskGroup() as players,
+    ):
         await producer.wait_for_weights()  # of the trainer
         async for task, group in producer.prompts(prompts, size=rollouts["group_size"]):
             await engine.refresh(weights)  # the newest ones

@@ -277,3 +277,19 @@ def test_what_somebody_has_carried_is_not_read_by_others(redis_url: str, run: st
         queue.commit(queue.state_dict())
         assert trained_of(stored(joined)) == 4
         assert carry_out(joined, Ends().carry(joined.keys, read_sets(joined)[0])) == 0
+
+
+@pytest.mark.parametrize(
+    "rest", [b"", b" odd\nwords 1", b" incomplete\t\xff - - -", b"\nincomplete", b" \x0b"]
+)
+def test_ends_that_nobody_of_the_run_has_written_change_nothing(
+    redis_url: str, run: str, rest: bytes
+) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        group_id, other = play(producer.prompts(prompts(epochs=1), SIZE), 2)
+        joined = join(redis_url, run)
+        for entry in ({"end": group_id.encode() + rest}, {"x": "y"}, {"end": f"{other} incomplete "}):
+            joined.connection.scripts.xadd(joined.keys.home.prompt_ends, entry)
+        carry_ends(joined)
+        found = stored(joined)
+    assert (len(found.entries), found.counters) == (2, {"again:incomplete 1 0": 1})

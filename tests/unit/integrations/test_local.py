@@ -113,3 +113,10 @@ async def test_an_error_of_the_model_reaches_those_who_asked() -> None:
     assert [type(result) for result in results] == [IndexError] * 2
     assert len((await engine.complete([1], max_tokens=2)).token_ids) == 2
     engine.close()
+
+
+async def test_it_is_left_as_a_client_of_engines_is() -> None:
+    async with LocalEngine(plain(), stop_ids=[STOP]) as engine:
+        assert (await engine.complete([1], max_tokens=2)).token_ids
+    with pytest.raises(RuntimeError):
+        await engine.complete([1], max_tokens=2)
