@@ -7,6 +7,7 @@ import json
 import secrets
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,17 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
     }
     settings = DemoSettings(run=f"demo-{secrets.token_hex(4)}", **given)
     process = settings_from(arguments)
-    console = Console()
+    console, signals = Console(), Signals()
     try:
         progress = demonstrate(
             settings,
             process.redis_url,
             View(console),
-            Signals(),
+            signals,
             kill=not arguments.no_kill,
             server_binary=process.server_binary,
             metrics_port=process.metrics_port,
-            page=open_page if arguments.view else None,
+            page=partial(open_page, signals=signals) if arguments.view else None,
         )
     except KeyboardInterrupt:
         print("demo: interrupted, all its processes have ended", file=sys.stderr)

@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(shown, flush=True)
         say(f"server {shown}, run {settings.run}, {plan}")
         if arguments.view:
-            say(f"view {stack.enter_context(open_page(url, settings.run))}")
+            say(f"view {stack.enter_context(open_page(url, settings.run, signals))}")
         return run_machine(plan, signals, lambda _: check_server())
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ..extras import TO_VIEW
+from ..processes.machine import Signals, say
 from . import add_redis_options, settings_from
 
 LONGEST_PORT: Final = 65535
@@ -66,13 +67,16 @@ def view(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def open_page(url: str, run: str) -> Iterator[str]:
-    """Serve the page of a run and open it; yields its address."""
+def open_page(url: str, run: str, signals: Signals) -> Iterator[str]:
+    """Serve the page of a run and open it; yields its address. At a terminal it stays after the run, until a signal."""
     from ..view.serve import serving
 
     with serving(url, run) as address:
         _open(address)
         yield address
+        if sys.stdin.isatty() and signals.number is None:
+            say(f"the run has ended, its page stays at {address}: Ctrl-C ends it")
+            signals.wait()
 
 
 def _open(address: str) -> None:

@@ -89,8 +89,8 @@ class Signals:
             f"{self.number.name}: ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"
         )
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a signal. Returns whether there was one."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for a signal, None: as long as it takes. Returns whether there was one."""
         return self._noted.wait(seconds)
 
 

@@ -35,6 +35,7 @@ from .rollouts import (
     panel_text,
     rollout,
     rollout_of,
+    search,
     side_by_side,
     tokens_of,
 )
@@ -196,6 +197,12 @@ class Screens:
         choice = _choice(request)
         lines, reads_on = await self._lines()
         chosen = [line for line in lines if choice.has(line)]
+        searched, rest = 0, len(chosen) - choice.skip
+        if choice.text:
+            after = chosen[choice.skip :]
+            chosen, searched = await self._rows.ask(
+                lambda desk: search(desk.run, after, choice.text, desk.texts)
+            )
         means = [reward for line in lines for reward in line.known]
         pages = max(1, -(-len(chosen) // PAGE))
         page = min(choice.page, pages)
@@ -206,6 +213,8 @@ class Screens:
             choice=choice,
             total=len(lines),
             count=len(chosen),
+            searched=searched,
+            unsearched=rest - searched if choice.text else 0,
             lines=chosen[(page - 1) * PAGE : page * PAGE],
             page=page,
             pages=pages,

@@ -116,12 +116,14 @@ class Choice:
     short: float | None = None  # mean tokens
     long: float | None = None
     find: str = ""  # part of the group's id; * stands for anything
+    text: str = ""  # that one of its rollouts has
+    skip: int = 0  # groups that were searched for it before
     page: int = 1
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Self:
         """From the words of an address. Raises SettingError."""
-        numbers: dict[str, Callable[[str], float]] = {"batch": int, "naming": int, "page": int}
+        numbers: dict[str, Callable[[str], float]] = dict.fromkeys(("batch", "naming", "skip", "page"), int)
         numbers |= dict.fromkeys(("low", "high", "least", "most", "short", "long"), float)
         given: dict[str, Any] = {}
         for name, text in query.items():
@@ -131,7 +133,7 @@ class Choice:
                 given[name] = numbers[name](text) if name in numbers else text
             except ValueError:
                 raise SettingError(f"{name} is {brief(text)}, needs a number") from None
-        return cls(**{**given, "page": max(1, given.get("page", 1))})
+        return cls(**{**given, "page": max(1, given.get("page", 1)), "skip": max(0, given.get("skip", 0))})
 
     def has(self, line: Line) -> bool:
         """Whether the line is asked for."""
@@ -148,13 +150,13 @@ class Choice:
         )
 
     def words(self, **changes: Any) -> dict[str, str]:
-        """As words of an address, on the first page unless told otherwise."""
-        changed = replace(self, **{"page": 1, **changes})
-        words = {name: getattr(changed, name) for name in self.__slots__}
+        """As words of an address, on the first page and from the first group on unless told otherwise."""
+        changed = replace(self, **{"page": 1, "skip": 0, **changes})
+        words, first = {name: getattr(changed, name) for name in self.__slots__}, (("page", 1), ("skip", 0))
         return {
             name: str(value)
             for name, value in words.items()
-            if value is not None and (value != "" or name == "source") and (name, value) != ("page", 1)
+            if value is not None and (value != "" or name == "source") and (name, value) not in first
         }
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .. import clock
 from ..messages import one_line
 from ..run import Run
 from ..status.kept import read_trajectories
@@ -21,6 +22,8 @@ from .texts import Ids
 
 #: Characters of a turn that the screen of a group shows.
 MAX_TEXT: Final = 4000
+#: Seconds that a search of text takes at most.
+SEARCH_S: Final = 2.0
 #: Rollouts side by side.
 MAX_MEMBERS: Final = 16
 #: Groups of a batch whose tokens are read for its distribution, and tokens named at each end of it.
@@ -43,7 +46,6 @@ class Text:
     before: str
     mark: str
     after: str
-    is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,20 @@ def rollout(run: Run, lines: Sequence[Line], group_id: str, index: int) -> Traje
     """One rollout of the group of this id."""
     group = find(run, lines, group_id)
     return None if group is None else rollout_of(run, group, index)
+
+
+def search(run: Run, lines: Sequence[Line], text: str, texts: Ids) -> tuple[list[Line], int]:
+    """Those of the groups that have this text in a rollout, in any case; and how many were searched, the first ones."""
+    until, wanted, found, count = clock.now() + SEARCH_S, text.casefold(), list[Line](), 0
+    for line in lines:
+        count += 1
+        group = read_again(run, line)
+        rows = [row for each in read_trajectories(run, group) for row in each.rows] if group else []
+        if any(wanted in texts.decode(row.input_ids.tolist()).casefold() for row in rows):
+            found.append(line)
+        if clock.now() >= until:
+            break
+    return found, count
 
 
 def panel_text(render: Callable[[Trajectory], str | None], trajectory: Trajectory) -> str:
@@ -135,12 +151,15 @@ def _first_difference(ids: Array, other: Array) -> int | None:
 def _text(row: Row, turn: Turn, texts: Ids, differs: int | None) -> Text:
     ids = row.input_ids[turn.start : turn.stop].tolist()
     if differs is None or turn.row or not turn.start <= differs < turn.stop:
-        text = texts.decode(ids)
-        return Text(turn, text[:MAX_TEXT], "", "", len(text) > MAX_TEXT)
+        return Text(turn, _head(texts.decode(ids)), "", "")
     pieces, at = texts.pieces(ids), differs - turn.start
     before, after = "".join(pieces[:at]), "".join(pieces[at + 1 :])
-    is_cut = max(len(before), len(after)) > MAX_TEXT
-    return Text(turn, before[-MAX_TEXT:], pieces[at], after[:MAX_TEXT], is_cut)
+    before = before if len(before) <= MAX_TEXT else f"…{before[-MAX_TEXT:]}"
+    return Text(turn, before, pieces[at], _head(after))
+
+
+def _head(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 
 # Tokens

@@ -24,6 +24,7 @@ SCREENS: Final = (
     "/batch?k=2&chain=rloo",
     "/batch?k=77",
     "/groups?outcome=dropped&find=s*-0&least=0&most=1",
+    "/groups?text=tens&skip=1",
     "/prompts",
     "/settings",
     "/static/view.js",

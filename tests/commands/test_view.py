@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -24,7 +25,7 @@ from streamadv.prompts import Prompts
 from streamadv.prompts.stored import carry_ends
 from streamadv.status import seen
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.view import app, book
+from streamadv.view import app, book, rollouts
 from streamadv.view.serve import serving
 from tests.browser.asked import SCREENS, ask, board
 from tests.browser.lab import HOSTILE, Lab, make_tokenizer
@@ -198,6 +199,25 @@ def opened(text: str) -> set[str]:
     """The groups of a table."""
     tags = Tags(text).tags
     return {given["title"] or "" for tag, given in tags if tag == "a" and given.get("class") == "open"}
+
+
+def test_text_is_searched_from_the_newest_group_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.push("said", [0.0, 1.0], text="The Answer is forty-two")
+    monkeypatch.setattr(rollouts, "SEARCH_S", 0.0)
+    with serving(lab.url, lab.name, port=0) as address:
+        path, found, steps = "/groups?where=waiting&text=answer+IS", set[str](), 0
+        while path:
+            answer = ask(address, path)
+            found |= opened(answer.text)
+            steps += 1
+            further = [
+                given["href"] for tag, given in Tags(answer.text).tags if "skip=" in (given.get("href") or "")
+            ]
+            path = further[0] or "" if further else ""
+        assert found == {"said"}
+        waiting = list(seen.read_groups_at(lab.run, "waiting"))
+        assert steps == len(waiting) > 1
+        assert opened(ask(address, "/groups?text=no+such+words").text) == set()
 
 
 def test_many_kept_groups_are_read_by_and_by_the_newest_first(
@@ -378,6 +398,31 @@ def test_up_serves_it_to_its_commands(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "view http://127.0.0.1:" in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_at_a_terminal_the_page_stays_after_the_run(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "streamadv", "up", "--view", "--", sys.executable, "-c", "print('done')"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("DISPLAY", None)
+    keyboard, terminal = pty.openpty()
+    pipes: dict[str, Any] = {"stdin": terminal, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment, text=True, **pipes)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "its page stays at" in line)
+    address = re.search(r"http://127[^ :]*:\d+/", line)
+    assert address is not None
+    assert ask(address[0], "/groups").status in (200, 503)  # without a run
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    os.close(keyboard)
+    os.close(terminal)
 
 
 def test_a_wrong_tokenizer_is_an_error_at_once(run: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,13 @@ import transfer_queue as tq
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.utils.tensordict_utils import get_tensordict
 
 import streamadv as sa
 from streamadv.errors import SettingError
 from streamadv.integrations.verl.rows import uid_of
 from streamadv.integrations.verl.sampler import QueueSampler
-from streamadv.trainer.checkpoints import read_state
+from streamadv.trainer.checkpoints import read_state, write_state
 from tests.support import join, ledger, problems, working
 
 from .jobs import KWARGS, OnCpu, trainer
@@ -208,6 +209,29 @@ def test_a_run_that_is_further_than_verl_is_refused(
         SettingError, match="is at version 1, verl at step 0, which is version 0: resume from"
     ):
         trainer(tmp_path, redis_url, run)
+
+
+def test_after_an_older_checkpoint_prompts_are_other_groups(
+    plane: None, redis_url: str, run: str, tmp_path: Path
+) -> None:
+    """What has ended since is played again. Until the next checkpoint a restart has these ids again."""
+    made = trainer(tmp_path, redis_url, run)
+    prompts = get_tensordict({"raw_prompt": [["one"], ["two"]]})
+    with closing(made.replay_buffer) as sampler:
+        write_state(tmp_path / "older", sampler.state())
+        uids = [list(sampler.name(prompts)["uid"])]
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 1)
+        with working(join(redis_url, run)), closing(sa.TrainerQueue(redis_url, run, batch_groups=1)) as queue:
+            queue.trained(queue.next_batch())
+            queue.commit(queue.state_dict())
+    for _ in range(2):
+        with closing(made._build_replay_buffer()) as sampler:
+            sampler.begin(0, tmp_path / "older")
+            uids.append(list(sampler.name(prompts)["uid"]))
+    assert uids[0][0].startswith("verl-0-")
+    assert set(uids[0]).isdisjoint(uids[1])
+    assert uids[1] == uids[2]
 
 
 def test_a_checkpoint_without_the_state_of_a_queue_is_refused(tmp_path: Path) -> None:
