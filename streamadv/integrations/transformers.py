@@ -10,15 +10,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .. import weights as weight_files
 from ..errors import SettingError
 from ..extras import require
+from ..messages import log_fields
 from ..trainer import TrainerQueue
 from ..trainer.checkpoints import STATE_FILE, read_state, write_state
 from ..trainer.microbatch import Batch, MicroBatch
@@ -33,6 +36,25 @@ from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from transformers.trainer import TRAINER_STATE_NAME  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+#: Settings of a Trainer that the queue decides, and that change nothing else.
+WITHOUT_EFFECT: Final = (
+    *("data_seed", "length_column_name", "num_train_epochs", "per_device_train_batch_size"),
+    "train_sampling_strategy",
+)
+#: Of its data loader, which `evaluate` alone has: settings, and those within `accelerator_config`.
+OF_LOADER: Final = (
+    *("dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context"),
+    *("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory"),
+    *("dataloader_prefetch_factor", "remove_unused_columns"),
+)
+OF_ACCELERATOR: Final = (
+    *("dispatch_batches", "even_batches", "non_blocking", "split_batches", "use_seedable_sampler"),
+)
+NO_EFFECT: Final = "have no effect"
+EVALUATE_ALONE: Final = "hold for evaluate() alone"
 
 #: `publish(version)` makes the weights of a version readable; returns their URI, or None where producers need none.
 Publish = Callable[[int], str | None]
@@ -123,10 +145,12 @@ class QueueTrainer(Trainer):
         self._has_ended = False
         self._saved: Batch | None = None
         check(self.args, queue)
+        warn_without_effect(self.args, evaluates=self.eval_dataset is not None)
         if isinstance(weights, str | Path):
             check_mergeable(self.model)
         self.args.ignore_data_skip = True  # a checkpoint's queue gives what comes after it
-        self.add_callback(_Marks(self))
+        # First: a checkpoint that another callback saves after a step holds a batch that is marked.
+        self.callback_handler.callbacks.insert(0, _Marks(self))
 
     # What a subclass may change
 
@@ -282,6 +306,31 @@ def check(args: TrainingArguments, queue: TrainerQueue) -> None:
         f"queue is of rank {queue.rank} of {queue.world_size}, this process is {this}: make the queue by "
         "queue_for(args, ...)",
     )
+
+
+def warn_without_effect(args: TrainingArguments, evaluates: bool) -> None:
+    """Name the settings of a Trainer that lose their effect, if they are set. evaluates: there is an `eval_dataset`."""
+    warn_of(args, NO_EFFECT, changed(args, WITHOUT_EFFECT))
+    loader = [*changed(args, OF_LOADER)]
+    if args.use_cpu and "dataloader_pin_memory" in loader:
+        loader.remove("dataloader_pin_memory")  # transformers has set it
+    own = args.accelerator_config
+    loader += [f"accelerator_config.{name}" for name in changed(own, OF_ACCELERATOR)]
+    warn_of(args, EVALUATE_ALONE if evaluates else NO_EFFECT, loader)
+
+
+def changed(settings: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the settings of these names that are not the defaults."""
+    defaults = {field.name: field.default for field in fields(settings)}
+    found = {name: getattr(settings, name) for name in names if name in defaults}
+    return {name: value for name, value in found.items() if value != defaults[name]}
+
+
+def warn_of(args: TrainingArguments, what: str, names: Iterable[str]) -> None:
+    """Say in one line what is to be said of these settings."""
+    if listed := ", ".join(sorted(names)):
+        extra = log_fields("settings_without_effect", role="trainer")
+        logger.warning("settings of %s %s: %s", type(args).__name__, what, listed, extra=extra)
 
 
 def rows_of(micro_batch: MicroBatch, pad_id: int) -> Mapping[str, Tensor]:

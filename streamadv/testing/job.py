@@ -14,7 +14,7 @@ from ..errors import BatchLostError, CheckpointError, EpochFencedError, SettingE
 from ..trainer.microbatch import Batch
 from ..trainer.queue import TrainerQueue
 from .excuses import must_train
-from .scene import RUN, Life, Place
+from .scene import RUN, SECOND_SCORE, Life, Place
 from .strands import Process
 from .world import URL
 
@@ -187,7 +187,11 @@ class Job:
                     break
                 continue
             members = tuple((each.group_id, each.rollout_index) for each in batch.references)
-            if wrong := [each for each in batch.references if each.reward != float(each.rollout_index)]:
+            # A second score that was under way when the server lost the first one counts.
+            rewards = (SECOND_SCORE,) if pipeline.world.lost else ()
+            if wrong := [
+                each for each in batch.references if each.reward not in (float(each.rollout_index), *rewards)
+            ]:
                 pipeline.violate(
                     f"P5: {wrong[0].group_id}/{wrong[0].rollout_index} has reward {wrong[0].reward}"
                 )

@@ -15,7 +15,7 @@ from ..gateway.sessions import Session, Sessions
 from ..gateway.turns import Turn
 from ..integrations.engines import Completion
 from ..trajectory.schema import Trajectory, parse_trajectory
-from .scene import SLOW_S, Group, Life, Violation
+from .scene import SECOND_SCORE, SLOW_S, Group, Life, Violation
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -179,7 +179,7 @@ class Blocking(_Play):
         self._pushed(group, (0, 1))
         if not self.pipeline.scene.scored:
             codes = [self.producer.score(group.id, index, float(index)) for index in range(2)]
-            self.producer.score(group.id, 0, 9.0)  # comes second
+            self.producer.score(group.id, 0, SECOND_SCORE)
             self.pipeline.note_scored(self.life, self.asked, group, codes)
 
     def do_bare(self) -> None:

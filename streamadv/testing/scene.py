@@ -13,6 +13,8 @@ from .world import World
 RUN: Final = "r"
 #: Deadline of a group that has one of its own.
 SLOW_S: Final = 100.0
+#: A reward that comes second.
+SECOND_SCORE: Final = 9.0
 #: Group and index of a rollout.
 Place = tuple[str, int]
 

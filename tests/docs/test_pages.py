@@ -87,7 +87,7 @@ def reward_rises(log: str, by: float, what: str = "reward") -> None:
 
 
 def ends_as_said(log: str) -> None:
-    """The last reward of the tutorial is in the range that the page has of five runs."""
+    """The last reward of the tutorial is in the range that the page says."""
     text = " ".join((ROOT / "docs/start/tutorial.md").read_text().split())
     (said,) = re.findall(r"ended between (\d\.\d+) and (\d\.\d+)", text)
     lowest, highest = map(float, said)

@@ -534,8 +534,6 @@ def test_trl(name: str) -> None:
         labels = (np.arange(len(scores)) // kwargs["num_generations"])[scored]
         given = scores[scored].astype(np.float64)
         sums = np.nansum(given * z["reward_weights"], 1)
-        if kwargs.get("reward_clip_range"):
-            sums = sums.clip(*kwargs["reward_clip_range"])
         columns: dict[str, Array] = {}
         mask, kl = np.ones((len(labels), 1), np.int64), None
         if kwargs.get("beta"):
@@ -548,7 +546,8 @@ def test_trl(name: str) -> None:
                 "ref_log_probs": z["ref_per_token_logps"][scored],
             }
         rows = Rows(mask, labels.tolist(), sums, columns)
-        config = config_of(name, kl=kl)
+        bounds = kwargs.get("reward_clip_range")
+        config = config_of(name, kl=kl, reward=({"clip": bounds} if bounds else None))
         if name == "trl/gdpo":
             named = {str(k): torch.from_numpy(given[rows.order, k]) for k in range(given.shape[1])}
             rows.batch = replace(rows.batch, components=named)

@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 #: By which package the environment of an integration is known, where it is not that of its name.
-TOLD_BY = {"trackers": "trackio"}
+TOLD_BY = {"trackers": "trackio", "slime": "miles" if find_spec("miles") else "slime"}
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns at import
 
 

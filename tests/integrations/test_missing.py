@@ -15,6 +15,4 @@ PACKAGES = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__i
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_package_is_here(package: str) -> None:
     if find_spec(TOLD_BY.get(package, package)) is None:
-        pytest.skip(
-            f"{package} is not installed: `make test-integration-{package}` makes an environment for it"
-        )
+        pytest.skip(f"{package} is not installed: `make test-integration-{package}` says what it needs")

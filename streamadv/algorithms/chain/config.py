@@ -51,7 +51,7 @@ class RewardConfig(_Section):
     mean: NormScope | None = None  # over what the subtracted mean is taken; None = not subtracted
     std: NormScope | None = None  # the same for the divisor
     epsilon: NotNegative = 1e-6
-    clip: Positive | None = None  # holds rewards in -clip .. clip
+    clip: Positive | tuple[float, float] | None = None  # holds rewards in -clip .. clip, or in these bounds
     statistics: Literal["trajectory", "row"] = "trajectory"  # what counts once in mean and std
 
 
@@ -246,6 +246,8 @@ def _reward_problems(config: RewardConfig) -> Iterator[str]:
     overlong = config.overlong
     if overlong and overlong.buffer > overlong.max_length:
         yield f"reward.overlong.buffer {overlong.buffer} is above max_length {overlong.max_length}"
+    if isinstance(config.clip, tuple) and config.clip[0] >= config.clip[1]:
+        yield f"reward.clip has the bounds {config.clip[0]} and {config.clip[1]}, needs the lower one first"
     if config.statistics == "row" and not (config.mean or config.std):
         yield "reward.statistics does nothing without reward.mean or reward.std"
     if config.epsilon != RewardConfig().epsilon and not config.std:

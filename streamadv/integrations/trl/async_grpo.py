@@ -25,8 +25,14 @@ from ...trainer import TrainerQueue
 from ...trainer.checkpoints import read_state, write_state
 from ...trainer.microbatch import Batch
 from .. import refuse
-from ..transformers import check_commit
+from ..transformers import NO_EFFECT, changed, check_commit, warn_of
 
+#: What producers, the queue and its worker have taken over, and what TRL's own worker alone reads.
+WITHOUT_EFFECT: Final = (
+    *("chat_template_kwargs", "fork_threshold_tokens", "heartbeat_stale_after_s", "log_completions"),
+    *("max_completion_length", "max_inflight_tasks", "max_staleness", "max_tool_calling_iterations", "min_p"),
+    *("num_completions_to_print", "queue_maxsize", "repetition_penalty", "request_timeout", "top_k", "top_p"),
+)
 #: In the state file: rows of the next batch that are in the weights, and the id of that batch.
 ROWS: Final = "trl_rows"
 
@@ -166,11 +172,12 @@ class QueueAsyncGRPOTrainer(AsyncGRPOTrainer):
             f"token_budget is {args.token_budget}: TRL drops longer rows unseen; set it to 0",
         )
         refuse(args.max_steps <= 0, f"max_steps is {args.max_steps}: needs the number of steps")
+        warn_of(args, NO_EFFECT, changed(args, WITHOUT_EFFECT))
         args.max_staleness = 1 << 30  # the queue drops what is stale, whole groups, before it is handed over
         super().__init__(model=model, args=args, rollout_worker=worker, **keywords)
         self.args.ignore_data_skip = True
         self._worker = worker
-        self.add_callback(_CountRows(self))
+        self.callback_handler.callbacks.insert(0, _CountRows(self))  # before one that saves a checkpoint
 
     def train(self, resume_from_checkpoint: str | None = None, *positional: Any, **keywords: Any) -> Any:
         """As `Trainer.train`; from a checkpoint rank 0 loads the queue's state first."""
@@ -198,9 +205,7 @@ class _CountRows(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._trainer._worker is not None:
-            self._trainer._worker.trained(
-                round(self._trainer._metrics["train"]["batch/samples_per_step"][-1])
-            )
+            self._trainer._worker.trained(round(self._trainer._step_samples))
 
 
 def _rows(batch: Batch) -> list[tuple[str, dict[str, Any]]]:

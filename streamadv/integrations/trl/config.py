@@ -6,16 +6,14 @@ over stands in the tables here, with where it is set now.
 
 from __future__ import annotations
 
-import logging
-from dataclasses import fields
-from typing import Any, Final
+from typing import Final
 
 from trl import GRPOConfig
 
-from ...messages import brief, log_fields
+from ...errors import SettingError
+from ...messages import brief
 from .. import refuse
-
-logger = logging.getLogger(__name__)
+from ..transformers import EVALUATE_ALONE, NO_EFFECT, changed, warn_of
 
 #: Loss types that divide by trainable tokens, which TRL is told for the whole batch.
 BY_TOKENS: Final = ("dapo", "cispo", "vespo")
@@ -45,12 +43,11 @@ OF_EVALUATE: Final = (
     *("repetition_penalty", "top_k", "top_p", "transformers_continuous_batching_config"),
     *("use_transformers_continuous_batching", "use_transformers_paged"),
 )
-#: Has no effect, and changes nothing that is learnt, or TRL wants it for its own arithmetic: named once in a warning.
+#: Has no effect, and changes nothing that is learnt, or TRL wants it for its own arithmetic. Those that every Trainer
+#: has and no queue: `streamadv.integrations.transformers`.
 WITHOUT_EFFECT: Final = (
-    *("data_seed", "dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context"),
-    *("dataloader_num_workers", "dataloader_persistent_workers"),
-    *("dataloader_prefetch_factor", "num_generations", "num_train_epochs"),
-    *("per_device_train_batch_size", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"),
+    *("average_tokens_across_devices", "label_names", "label_smoothing_factor", "num_generations"),
+    *("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"),
     *("vllm_group_port", "vllm_max_model_length", "vllm_mode", "vllm_model_impl", "vllm_server_base_url"),
     *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_structured_outputs_regex"),
     "vllm_tensor_parallel_size",
@@ -73,17 +70,19 @@ def check_config(args: GRPOConfig, evaluates: bool) -> None:
         "generation_batch_size out",
     )
     refuse(args.use_vllm, "use_vllm is set: producers ask their engines themselves, leave it out")
-    changed = _changed(args)
-    for name, place in ELSEWHERE.items():
-        refuse(name in changed, f"{name} is {brief(changed.get(name))}: {place}; leave it out")
-    for name in OF_EVALUATE:
+    elsewhere, sampling = changed(args, ELSEWHERE), changed(args, OF_EVALUATE)
+    for name, value in elsewhere.items():
+        raise SettingError(f"{name} is {brief(value)}: {ELSEWHERE[name]}; leave it out")
+    for name, value in sampling.items():
         refuse(
-            name in changed and not evaluates,
-            f"{name} is {brief(changed.get(name))}: producers generate, so it has no effect without an "
-            "eval_dataset; set it where they sample, and leave it out",
+            not evaluates,
+            f"{name} is {brief(value)}: producers generate, so it has no effect without an eval_dataset; set it where "
+            "they sample, and leave it out",
         )
-    _warn("have no effect", [name for name in WITHOUT_EFFECT if name in changed])
-    _warn("hold for evaluate() alone, producers generate", [name for name in OF_EVALUATE if name in changed])
+    warn_of(args, NO_EFFECT, changed(args, WITHOUT_EFFECT))
+    warn_of(args, f"{EVALUATE_ALONE}, producers generate", sampling)
+    if args.pad_to_multiple_of is not None:  # TRL has made a number or None of its default, "auto"
+        warn_of(args, EVALUATE_ALONE if evaluates else NO_EFFECT, ["pad_to_multiple_of"])
 
 
 def _check_loss(args: GRPOConfig) -> None:
@@ -107,16 +106,3 @@ def _check_loss(args: GRPOConfig) -> None:
         "entropy_coef or use_adaptive_entropy is set: TRL takes the mean entropy of each micro-batch, so it "
         "depends on how a batch is cut; leave both out",
     )
-
-
-def _changed(args: GRPOConfig) -> dict[str, Any]:
-    """The settings of the tables that are not TRL's defaults."""
-    defaults = {field.name: field.default for field in fields(GRPOConfig)}
-    names = {*ELSEWHERE, *OF_EVALUATE, *WITHOUT_EFFECT} & defaults.keys()
-    return {name: getattr(args, name) for name in sorted(names) if getattr(args, name) != defaults[name]}
-
-
-def _warn(what: str, names: list[str]) -> None:
-    if names:
-        fields = log_fields("settings_without_effect", role="trainer")
-        logger.warning("settings of GRPOConfig %s: %s", what, ", ".join(names), extra=fields)

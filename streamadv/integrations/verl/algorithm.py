@@ -6,12 +6,22 @@ from typing import Any, Final
 
 from omegaconf import DictConfig, OmegaConf
 
+from ...algorithms import build_chain
 from ...algorithms.chain.presets import PRESETS
+from ...errors import SettingError
 from ...messages import brief
+from ...trainer.late_columns import LATE_COLUMNS
 from .. import refuse
 
 #: Estimators that read whole rewards of rows: a rejected token changes nobody's advantage.
 OF_WHOLE_ROWS: Final = ("gpg", "grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized")
+#: Estimators that verl's asynchronous trainers do not feed, so that they end in the first step: what is missing.
+UNFED: Final = {
+    "gdpo": "named rewards",
+    "optimal_token_baseline": "sum_pi_squared",
+    "remax": "rewards of baselines",
+    "tir_optimal_token_baseline": "sum_pi_squared",
+}
 #: What decides about stale rollouts in verl, with its defaults.
 OFF_POLICY: Final = {"max_off_policy_threshold": 8, "max_off_policy_strategy": "drop"}
 
@@ -61,22 +71,48 @@ def check_chain(given: Any, algorithm: DictConfig, where: str) -> None:
     )
 
 
-def check_correction(algorithm: DictConfig, where: str) -> None:
-    """Raise SettingError where verl's correction changes what `algorithm.adv_estimator` computes advantages from.
+def check_fed(algorithm: DictConfig, advantages: str, where: str) -> None:
+    """Raise SettingError for an estimator that nobody gives what it reads. advantages: "verl", or "streamadv"."""
+    name = getattr(algorithm.adv_estimator, "value", str(algorithm.adv_estimator))
+    refuse(
+        UNFED.get(name) == "sum_pi_squared",
+        f"algorithm.adv_estimator is {name}: it needs sum_pi_squared, which the queue's chain gets too late, and which "
+        "verl's asynchronous trainers give to no estimator; use another one",
+    )
+    refuse(
+        advantages == "verl" and name in UNFED,
+        f"algorithm.adv_estimator is {name}: verl's asynchronous trainers give no estimator {UNFED.get(name)}; leave "
+        f"{where}.advantages out",
+    )
 
-    verl corrects before the estimator; here the queue's chain has computed advantages by then.
+
+def check_columns(chain: Any, where: str) -> None:
+    """Raise SettingError for a chain that needs what verl computes after it."""
+    made: set[str] = set()
+    for step in build_chain(chain).steps:
+        for name in sorted(LATE_COLUMNS & (set(step.needs) - made)):
+            raise SettingError(
+                f"chain step {step.name} needs column {name}, which verl computes after the chain: use a chain without "
+                f"it, such as verl/grpo, with algorithm.rollout_correction; or {where}.advantages=verl without a chain"
+            )
+        made |= set(step.makes)
+
+
+def check_correction(algorithm: DictConfig, where: str) -> None:
+    """Raise SettingError where verl's rejection changes what `algorithm.adv_estimator` computes advantages from.
+
+    verl rejects before the estimator; here the queue's chain has computed advantages by then.
     """
     correction = algorithm.get("rollout_correction") or {}
     name = getattr(algorithm.adv_estimator, "value", str(algorithm.adv_estimator))
     if correction.get("bypass_mode") or name in OF_WHOLE_ROWS or f"verl/{name}" not in PRESETS:
         return
-    setting = "rollout_rs" if correction.get("rollout_rs") else ""
-    if name.endswith("optimal_token_baseline") and correction.get("rollout_is"):
-        setting = "rollout_is"
+    rejects = correction.get("rollout_rs")
+    remedy = "leave it out" if name in UNFED else f"set {where}.advantages=verl, or leave it out"
     refuse(
-        setting,
-        f"algorithm.rollout_correction.{setting} is {brief(correction.get(setting))}: {name} depends on it, and the "
-        f"queue's chain computes advantages first; set {where}.advantages=verl, or leave it out",
+        rejects,
+        f"algorithm.rollout_correction.rollout_rs is {brief(rejects)}: {name} depends on it, and the queue's chain "
+        f"computes advantages first; {remedy}",
     )
 
 

@@ -16,7 +16,15 @@ from ...messages import brief
 from ...settings import redis_url, run_name
 from ...trainer import TrainerQueue
 from .. import refuse
-from .algorithm import chain_of, check_chain, check_correction, check_off_policy, longest_row
+from .algorithm import (
+    chain_of,
+    check_chain,
+    check_columns,
+    check_correction,
+    check_fed,
+    check_off_policy,
+    longest_row,
+)
 
 #: Arguments of `TrainerQueue` that may be given.
 QUEUE_OPTIONS: Final = (
@@ -88,6 +96,8 @@ def options_of(config: DictConfig, mode: str) -> Options:
         f"data.train_batch_size is {prompts}, needs a multiple of parameter_sync_step ({updates})",
     )
     check(config, mode, options)
+    if options.advantages == "verl" or "chain" not in queue:
+        check_fed(config.algorithm, options.advantages, WHERE)
     if options.advantages == "streamadv":
         check_chain(queue.get("chain"), config.algorithm, WHERE)
         if "chain" not in queue:
@@ -105,6 +115,8 @@ def options_of(config: DictConfig, mode: str) -> Options:
 def _check_queue(options: Options) -> None:
     """Raise SettingError for an option that the queue would refuse when the sampler makes it."""
     try:
+        if "chain" in options.queue:
+            check_columns(options.queue["chain"], WHERE)
         TrainerQueue(options.url, options.run, mark="explicit", **options.queue).close()
     except SettingError as error:
         raise SettingError(f"{WHERE}: {error}") from None

@@ -8,12 +8,18 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutWorkerProtocol
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import streamadv as sa
 from streamadv.integrations.transformers import newest_checkpoint
-from streamadv.integrations.trl.async_grpo import QueueRolloutWorker
+from streamadv.integrations.trl.async_grpo import (
+    WITHOUT_EFFECT,
+    QueueAsyncGRPOTrainer,
+    QueueRolloutWorker,
+)
 from tests.support import join, ledger, problems, working
 
 from .async_jobs import ROWS_A_STEP, train_async
@@ -36,6 +42,32 @@ def test_the_worker_has_the_protocol_of_this_trl() -> None:
         *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage"),
         *("model_version", "group_id", "metrics", "enqueued_at"),
     ]
+
+
+#: Settings of AsyncGRPOConfig beside transformers' own that hold, or are refused by name.
+HOLD = (
+    *("dtype", "epsilon", "epsilon_high", "model_init_kwargs", "num_generations", "router_aux_loss_coef"),
+    *("temperature", "token_budget", "trust_remote_code", "vllm_server_base_url", "vllm_server_timeout"),
+    *("weight_sync_steps", "weight_sync_timeout"),
+)
+
+
+def test_every_setting_is_in_one_table() -> None:
+    of_transformers = {field.name for field in fields(TrainingArguments)}
+    names = {field.name for field in fields(AsyncGRPOConfig)} - of_transformers
+    assert sorted([*HOLD, *WITHOUT_EFFECT]) == sorted(names)
+
+
+def test_settings_of_the_worker_that_the_queue_replaces_are_named_in_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = AsyncGRPOConfig(output_dir=str(tmp_path), max_steps=1, token_budget=0, use_cpu=True, bf16=False)
+    for name in WITHOUT_EFFECT:
+        setattr(args, name, "set")
+    monkeypatch.setattr(AsyncGRPOTrainer, "__init__", None)  # what follows needs a model
+    with pytest.raises(TypeError):
+        QueueAsyncGRPOTrainer("model", args, None)
+    assert f"settings of AsyncGRPOConfig have no effect: {', '.join(WITHOUT_EFFECT)}" in caplog.messages
 
 
 @pytest.mark.server

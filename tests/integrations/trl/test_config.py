@@ -3,57 +3,134 @@
 from __future__ import annotations
 
 import logging
-import re
+import sys
+from collections import Counter
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig
 
+import streamadv as sa
 from streamadv.errors import SettingError
-from streamadv.integrations.transformers import queue_for
+from streamadv.integrations.transformers import (
+    EVALUATE_ALONE,
+    OF_ACCELERATOR,
+    OF_LOADER,
+    queue_for,
+    warn_without_effect,
+)
+from streamadv.integrations.transformers import WITHOUT_EFFECT as OF_EVERY_TRAINER
+from streamadv.integrations.trl import QueueGRPOTrainer
 from streamadv.integrations.trl.config import ELSEWHERE, OF_EVALUATE, WITHOUT_EFFECT, check_config
+from tests.support import join, working
 
-from .models import config
+from .models import config, policy, tokenizer
+from .test_queue import push, trainer
 
 #: TRL's own settings that mean here what they mean there.
-STAY = (
+OF_LOSSES = (
     *("beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "epsilon", "epsilon_high"),
     *("importance_sampling_level", "max_completion_length", "model_init_kwargs", "off_policy_mask_threshold"),
     *("ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_neg", "sapo_temperature_pos"),
     *("sync_ref_model", "temperature", "trust_remote_code", "use_bias_correction_kl", "vespo_k_neg"),
     *("vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
-    "pad_to_multiple_of",  # of no effect on a loss, and TRL chooses it by the machine
     # of `use_adaptive_entropy`, which is refused
     *("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
 )
 #: Refused by a check of their own (test_exact.py).
 CHECKED = (
-    *("entropy_coef", "generation_batch_size", "loss_type", "num_iterations", "reward_weights"),
     *(
+        "auto_find_batch_size",
+        "deepspeed",
+        "entropy_coef",
+        "generation_batch_size",
+        "gradient_accumulation_steps",
+    ),
+    *(
+        "loss_type",
+        "max_steps",
+        "num_iterations",
+        "parallelism_config",
+        "reward_weights",
         "router_aux_loss_coef",
+    ),
+    *(
+        "save_on_each_node",
         "steps_per_generation",
         "top_entropy_quantile",
         "use_adaptive_entropy",
         "use_vllm",
     ),
 )
-#: Of transformers' own settings: beginnings of the names of those that stay, or are refused by `check` (test_exact.py).
-OF_TRANSFORMERS = re.compile(
-    "output_dir|max_steps|learning_rate|lr_|warmup|optim|weight_decay|adam_|max_grad_norm|bf16|fp16|tf32|activation_|"
-    "gradient_|torch_|use_cache|neftune|logging_|log_|include_|disable_tqdm|report_to|run_name|project|trackio_|eval_|"
-    "per_device_eval|prediction_loss|batch_eval|save_|enable_jit|push_to_hub|hub_|load_best|metric_for|greater_is|"
-    "restore_|full_determinism|seed|use_cpu|accelerator_config|dataloader_pin|remove_unused|label_|ddp_|fsdp|debug|"
-    "skip_memory|do_|resume_from|local_rank|use_liger|liger_|auto_find|parallelism|deepspeed|ignore_data_skip|"
-    # without an effect in TRL's GRPOTrainer either
-    "average_tokens|train_sampling|length_column"
+#: transformers' settings that a training on a queue reads, outside of the configuration.
+READ = (
+    *("accelerator_config", "activation_checkpointing", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("bf16_full_eval", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters"),
+    *("ddp_static_graph", "debug", "disable_tqdm", "enable_jit_checkpoint", "fp16_full_eval", "fsdp"),
+    *("full_determinism", "gradient_checkpointing", "include_num_input_tokens_seen", "learning_rate"),
+    *("load_best_model_at_end", "logging_first_step", "logging_nan_inf_filter", "logging_steps"),
+    *("logging_strategy", "lr_scheduler_kwargs", "lr_scheduler_type", "max_grad_norm", "neftune_noise_alpha"),
+    *("optim", "optim_args", "output_dir", "push_to_hub", "report_to", "save_only_model", "save_steps"),
+    *("save_strategy", "save_total_limit", "seed", "skip_memory_metrics", "torch_compile_backend"),
+    *("torch_compile_mode", "torch_empty_cache_steps", "use_cache", "use_liger_kernel", "weight_decay"),
+)
+#: Those that the configuration itself reads, or makes something of.
+READ_BY_THE_CONFIG = (
+    *(
+        "activation_checkpointing_kwargs",
+        "bf16",
+        "ddp_backend",
+        "ddp_timeout",
+        "do_eval",
+        "fp16",
+        "fsdp_config",
+    ),
+    *("gradient_checkpointing_kwargs", "log_level", "log_level_replica", "log_on_each_node"),
+    *("tf32", "torch_compile", "use_cpu", "warmup_steps"),
+)
+#: Those that are read where another setting, a resume, a tracker or an evaluation asks for them.
+READ_ON_A_CONDITION = {
+    "adapters of an optimizer": ("optim_target_modules",),
+    "evaluate": (
+        *(
+            "batch_eval_metrics",
+            "eval_accumulation_steps",
+            "eval_delay",
+            "eval_do_concat_batches",
+            "eval_on_start",
+        ),
+        *(
+            "eval_steps",
+            "eval_strategy",
+            "eval_use_gather_object",
+            "greater_is_better",
+            "include_for_metrics",
+        ),
+        *("metric_for_best_model", "per_device_eval_batch_size", "prediction_loss_only"),
+    ),
+    "push_to_hub": (
+        *("hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token"),
+    ),
+    "resume": ("restore_callback_states_from_checkpoint",),
+    "trackers": ("project", "run_name", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+    "use_liger_kernel": ("liger_kernel_config",),
+    "the user's own script, no Trainer": ("do_predict", "do_train", "local_rank", "resume_from_checkpoint"),
+    "the queue, whose checkpoints need no skipping": ("ignore_data_skip",),
+}
+#: Functions that read every setting, to print it or to store it.
+PRINTS = {"to_dict", "to_sanitized_dict", "asdict", "_asdict_inner", "__repr__", "__str__"}
+TABLES = (
+    *(OF_LOSSES, CHECKED, READ, READ_BY_THE_CONFIG, *READ_ON_A_CONDITION.values()),
+    *(tuple(ELSEWHERE), OF_EVALUATE, WITHOUT_EFFECT, OF_LOADER, OF_EVERY_TRAINER, ("pad_to_multiple_of",)),
 )
 OTHERS: dict[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": False},
     "dataloader_multiprocessing_context": "spawn",
     "multi_objective_aggregation": "normalize_then_sum",
+    "pad_to_multiple_of": 8,
     "scale_rewards": "none",
 }
 
@@ -80,13 +157,44 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("streamadv")]
 
 
-def test_every_setting_of_trl_is_known() -> None:
-    of_transformers = {field.name for field in fields(TrainingArguments)}
-    names = {field.name for field in fields(GRPOConfig)}
-    names -= {name for name in of_transformers if OF_TRANSFORMERS.match(name)}
-    tables = [*STAY, *CHECKED, *ELSEWHERE, *OF_EVALUATE, *WITHOUT_EFFECT]
-    assert names - set(tables) == set()
-    assert len(tables) == len(set(tables))
+def test_every_setting_is_in_one_table() -> None:
+    """A setting that a new TRL or transformers brings stands in none, until somebody has looked at what it does."""
+    names = Counter(name for table in TABLES for name in table)
+    assert names.keys() == {field.name for field in fields(GRPOConfig)}
+    assert max(names.values()) == 1
+    of_accelerator = {field.name for field in fields(AcceleratorConfig)}
+    assert of_accelerator == {*OF_ACCELERATOR, "gradient_accumulation_kwargs", "use_configured_state"}
+
+
+@pytest.mark.server
+def test_a_training_reads_the_settings_that_hold(
+    redis_url: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the queue has taken over would be read nowhere: no such setting may stand among those that hold."""
+    names, found = {name for table in TABLES for name in table}, set()
+
+    def reading(self: GRPOConfig, name: str) -> Any:
+        caller = sys._getframe(1)
+        module = caller.f_globals.get("__name__", "")
+        is_reader = not module.endswith(("training_args", "grpo_config", "base_config"))
+        if (
+            name in names
+            and is_reader
+            and not module.startswith("streamadv.")
+            and caller.f_code.co_name not in PRINTS
+        ):
+            found.add(name)
+        return object.__getattribute__(self, name)
+
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 6)
+        with working(join(redis_url, run)):
+            monkeypatch.setattr(GRPOConfig, "__getattribute__", reading)
+            made = trainer(redis_url, run, tmp_path, max_steps=2)
+            made.train()
+            made.queue.close()
+    assert set(READ) - found == set()
+    assert found & {*OF_LOADER, *READ_BY_THE_CONFIG} == set()
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
@@ -106,7 +214,7 @@ def test_sampling_is_refused_without_an_evaluation(
     assert said(caplog) == [f"settings of GRPOConfig hold for evaluate() alone, producers generate: {name}"]
 
 
-@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+@pytest.mark.parametrize("name", [*WITHOUT_EFFECT, "pad_to_multiple_of"])
 def test_what_does_no_harm_is_named_in_a_warning(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,11 +222,39 @@ def test_what_does_no_harm_is_named_in_a_warning(
     assert said(caplog) == [f"settings of GRPOConfig have no effect: {name}"]
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("name", [*OF_EVERY_TRAINER, *OF_LOADER])
+def test_what_the_queue_decides_for_every_trainer_is_named_in_a_warning(
+    name: str, evaluates: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = changed(name, tmp_path)
+    args.use_cpu = name != "dataloader_pin_memory"  # with it, transformers pins none
+    warn_without_effect(args, evaluates=evaluates)
+    what = EVALUATE_ALONE if evaluates and name in OF_LOADER else "have no effect"
+    assert said(caplog) == [f"settings of GRPOConfig {what}: {name}"]
+
+
+@pytest.mark.parametrize("name", OF_ACCELERATOR)
+def test_a_setting_of_the_data_loader_within_another_is_named_too(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    value = {"even_batches": False, "use_seedable_sampler": False}.get(name, True)
+    made = QueueGRPOTrainer(
+        policy(),
+        args := config(tmp_path, accelerator_config={name: value}),
+        queue_for(args, "redis://localhost:1", run="none"),
+        processing_class=tokenizer(),
+    )
+    made.queue.close()
+    assert said(caplog) == [f"settings of GRPOConfig have no effect: accelerator_config.{name}"]
+
+
 def test_defaults_and_the_pages_settings_bring_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         check_config(config(tmp_path), evaluates=False)
+        warn_without_effect(config(tmp_path), evaluates=False)
     assert said(caplog) == []
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig
+from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import streamadv as sa
 from streamadv import weights
@@ -73,7 +75,40 @@ def test_batches_are_trained_on_and_committed_with_checkpoints(
     logged = made.state.log_history[0]
     assert logged["critic/score/mean"] > 0
     assert {"loss", "entropy", "grad_norm"} <= logged.keys()
+    last = made.state.log_history[-1]
+    assert last["train_samples_per_second"] == pytest.approx(10 * 2 * SIZE / last["train_runtime"], abs=1e-3)
     made.queue.close()
+
+
+class _AsksForACheckpoint(TrainerCallback):
+    """SIGTERM while the optimizer steps: the checkpoint is saved by transformers' own callback after the step."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        if state.global_step == 2:
+            (jit,) = (
+                each
+                for each in self.trainer.callback_handler.callbacks
+                if isinstance(each, JITCheckpointCallback)
+            )
+            jit.jit_manager.is_checkpoint_requested = True
+
+
+@pytest.mark.server
+def test_a_checkpoint_of_another_callback_has_the_batch_of_its_step(
+    redis_url: str, run: str, tmp_path: Path
+) -> None:
+    with sa.Producer(redis_url, run=run) as producer:
+        push(producer, 12)
+        with working(join(redis_url, run)):
+            made = trainer(redis_url, run, tmp_path, max_steps=6, enable_jit_checkpoint=True)
+            asks = _AsksForACheckpoint()
+            asks.trainer = made
+            made.add_callback(asks)
+            made.train()
+            made.queue.close()
+    checkpoint = Path(newest_checkpoint(tmp_path / "out") or "")
+    assert checkpoint.name == "checkpoint-3"
+    assert json.loads((checkpoint / "streamadv.json").read_text())["version"] == 3
 
 
 @pytest.mark.server

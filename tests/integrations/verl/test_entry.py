@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from verl import DataProto
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from streamadv.algorithms import build_chain
 from streamadv.errors import SettingError
-from streamadv.integrations.verl.algorithm import chain_of
+from streamadv.integrations.verl.algorithm import UNFED, chain_of
 from streamadv.integrations.verl.options import options_of
 from streamadv.integrations.verl.trainer import QueueColocateAsync
 from tests.docs.story import ROOT, blocks_of
@@ -138,6 +145,41 @@ def test_each_estimator_of_verl_has_a_chain(name: str, tmp_path: Path) -> None:
     build_chain(chain_of(config.algorithm, "here"))
 
 
+@pytest.mark.parametrize("name", [each.value for each in AdvantageEstimator])
+def test_estimators_that_verls_asynchronous_trainers_do_not_feed_are_refused(
+    name: str, tmp_path: Path
+) -> None:
+    """Each of verl's estimators on the fields that its `_compute_advantage` reads: those that fail, and no others."""
+    changed = {"algorithm__adv_estimator": name, f"+{KWARGS}__advantages": "verl"}
+    if name == "gdpo":
+        changed["+algorithm__gdpo_reward_keys"] = "[acc,format]"
+    config = config_of(tmp_path, NOWHERE, "none", **changed)
+    read = inspect.getsource(PPOTrainer._compute_advantage)
+    names = re.search(r'fields = \[("[^]]*)\]', read)
+    assert names is not None
+    tensors = {field: torch.rand(4, 3) for field in re.findall(r'"(\w+)"', names[1]) if field != "uid"}
+    tensors["response_mask"] = torch.ones(4, 3, dtype=torch.int64)
+    data = DataProto.from_dict(
+        tensors={
+            **tensors,
+            "token_level_rewards": tensors["rm_scores"],
+            "token_level_scores": tensors["rm_scores"],
+        },
+        non_tensors={"uid": np.array(["a", "a", "b", "b"], dtype=object)},
+    )
+    try:
+        compute_advantage(data, adv_estimator=name, num_repeat=2, config=config.algorithm)
+        is_fed = True
+    except (AssertionError, KeyError, TypeError, ValueError):
+        is_fed = False
+    if is_fed:
+        options_of(config, "separate_async")
+    else:
+        with pytest.raises(SettingError, match=f"algorithm.adv_estimator is {name}"):
+            options_of(config, "separate_async")
+    assert is_fed == (name not in UNFED)
+
+
 def test_a_row_is_at_most_as_long_as_a_micro_batch_of_verl(tmp_path: Path) -> None:
     limits = {
         "actor_rollout_ref__actor__use_dynamic_bsz": True,
@@ -193,10 +235,26 @@ def test_a_row_is_at_most_as_long_as_a_micro_batch_of_verl(tmp_path: Path) -> No
         ),
         (
             {
-                "algorithm__adv_estimator": "optimal_token_baseline",
-                "algorithm__rollout_correction__rollout_is": "token",
+                "algorithm__adv_estimator": "gdpo",
+                "algorithm__rollout_correction__rollout_rs": "token_k1",
             },
-            "rollout_correction.rollout_is is 'token': optimal_token_baseline depends on it",
+            "rollout_rs is 'token_k1': gdpo depends on it, .* first; leave it out",
+        ),
+        (
+            {"algorithm__adv_estimator": "optimal_token_baseline"},
+            "adv_estimator is optimal_token_baseline: it needs .*sum_pi_squared.* use another one",
+        ),
+        (
+            {"algorithm__adv_estimator": "tir_optimal_token_baseline", f"+{KWARGS}__advantages": "verl"},
+            "adv_estimator is tir_optimal_token_baseline: it needs .*sum_pi_squared.* use another one",
+        ),
+        (
+            {"algorithm__adv_estimator": "gdpo", f"+{KWARGS}__advantages": "verl"},
+            "adv_estimator is gdpo: .* give no estimator named rewards; leave .*advantages out",
+        ),
+        (
+            {f"+{KWARGS}__chain": "gae"},
+            "sampler_kwargs: chain step estimator needs column values, which verl computes after the chain: use",
         ),
         (
             {

@@ -102,6 +102,11 @@ def test_every_number_of_an_estimator_is_finite(name: str, option: str, value: f
             {"correction": {"level": None, "veto": 0.1, "upper": 3.0}},
             "upper does nothing without correction.level",
         ),
+        ({"reward": {"clip": -1.0}}, "reward.clip: is -1.0, needs more than 0"),
+        (
+            {"reward": {"clip": [1.0, -1.0]}},
+            "reward.clip has the bounds 1.0 and -1.0, needs the lower one first",
+        ),
         ({"reward": {"statistics": "row"}}, "reward.statistics does nothing without"),
         ({"reward": {"mean": "group", "epsilon": 0.1}}, "reward.epsilon does nothing without reward.std"),
         ({"reward": {"overlong": {"max_length": 4, "buffer": 5}}}, "buffer 5 is above max_length 4"),

@@ -143,6 +143,24 @@ def test_a_reward_stands_on_the_last_trainable_token_or_on_rolls_last_attended_o
     assert theirs["token_level_rewards"].tolist() == [[0, 2, 0]]
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4, 5])
+def test_of_positions_with_channels_the_first_says_where_a_row_ends(channels: int) -> None:
+    """As ROLL makes them for vision-language models: whatever the others are."""
+    batch = {
+        "response_level_rewards": torch.tensor([2.0, -1.0]),
+        "response_mask": torch.tensor([[0, 1, 0, 0], [0, 1, 1, 1]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        "old_log_probs": torch.zeros(2, 3),
+        "ref_log_probs": torch.zeros(2, 3),
+    }
+    others = torch.randint(0, 99, (2, channels - 1, 4), generator=torch.Generator().manual_seed(channels))
+    positions = torch.cat([torch.arange(4).expand(2, 1, 4), others], 1)
+    found, _ = padded.compute_token_reward({**batch, "position_ids": positions}, peer_quirks="roll")
+    plain, _ = padded.compute_token_reward({**batch, "position_ids": positions[:, 0]}, peer_quirks="roll")
+    assert found["token_level_rewards"].tolist() == [[0, 2, 0], [0, 0, -1]]
+    assert torch.equal(found["token_level_rewards"], plain["token_level_rewards"])
+
+
 @pytest.mark.parametrize("written", [0, 1])
 def test_equal_advantages_and_returns_are_written_to_apart(written: int) -> None:
     results = padded.compute_grpo_outcome_advantage(
