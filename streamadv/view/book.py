@@ -235,7 +235,7 @@ class Book:
         lines = list[Line]()
         for place in PLACES:
             if place == "kept":
-                found = self.kept()
+                found = sorted(self.kept(), key=lambda line: _order(line.entry))
             else:
                 found = [Line.of(group, self._run) for group in read_groups_at(self._run, place)]
             lines += sorted(found, key=lambda line: line.ended_ms or 0, reverse=True)
