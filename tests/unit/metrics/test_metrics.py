@@ -248,9 +248,9 @@ def test_unknown_outcomes_are_other(delta: Delta) -> None:
 
 
 def test_a_source_that_keeps_nothing_shows_zero() -> None:
-    metrics.group_ended("zero_variance", "hard")
-    assert value("groups_produced_total", data_source="hard") == 1
-    assert value("groups_kept_total", data_source="hard") == 0
+    metrics.group_ended("zero_variance", "keeps_nothing")
+    assert value("groups_produced_total", data_source="keeps_nothing") == 1
+    assert value("groups_kept_total", data_source="keeps_nothing") == 0
 
 
 def test_a_group_dropped_at_naming_was_counted_before(delta: Delta) -> None:
