@@ -79,7 +79,7 @@ test-integration-%:
 	$(MAKE) --no-print-directory VENV=$(VENV)-$* $(VENV)-$*/test,$*.installed
 	$(VENV)-$*/bin/python -m pytest tests/integrations/$* $(if $(PAGE_$*),"$(PAGES)[docs/$(PAGE_$*).md]") $(ARGS)
 
-# slime and miles are in no package index, and their types need torch alone.
+# slime and miles are in no package index. slime's types need torch alone, those of miles ray and sglang, too.
 test-integration-slime: $(VENV)/test.installed
 	@test -d "$(SLIME)/slime" -o -d "$(SLIME)/miles" || { \
 		echo "SLIME is '$(SLIME)', no checkout of slime or miles: git clone https://github.com/THUDM/slime, and" \
