@@ -403,17 +403,21 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(redis_url: str, run
     assert (process.returncode, "Traceback" in errors) == (130, False), errors
 
 
+UP: Final = [sys.executable, "-m", "streamadv", "up", "--view", "--", sys.executable, "-c", "print('done')"]
+
+
+def without_display() -> dict[str, str]:
+    """The environment of a program that opens no browser."""
+    kept = {name: value for name, value in os.environ.items() if name != "DISPLAY"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_up_serves_it_to_its_commands(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "streamadv", "up", "--view", "--", sys.executable, "-c", "print('done')"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("DISPLAY", None)
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        UP, cwd=tmp_path, env=without_display(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "view http://127.0.0.1:" in done.stderr
 
@@ -421,16 +425,9 @@ def test_up_serves_it_to_its_commands(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_at_a_terminal_the_page_stays_after_the_run(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "streamadv", "up", "--view", "--", sys.executable, "-c", "print('done')"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("DISPLAY", None)
     keyboard, terminal = pty.openpty()
     pipes: dict[str, Any] = {"stdin": terminal, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(words, cwd=tmp_path, env=environment, text=True, **pipes)
+    process = subprocess.Popen(UP, cwd=tmp_path, env=without_display(), text=True, **pipes)
     assert process.stderr is not None
     line = next(line for line in process.stderr if "its page stays at" in line)
     address = re.search(r"http://127[^ :]*:\d+/", line)
