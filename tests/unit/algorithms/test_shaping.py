@@ -156,3 +156,17 @@ def test_weights_and_difficulty() -> None:
     np.testing.assert_allclose(weights, np.array([0.25, 3.0]) * 2 / 3.25)
     with pytest.raises(SettingError, match="n_sample"):
         padded.reward_norm(scores, norm_mean_type="group", norm_std_type=None, n_sample=2)
+
+
+def test_rewards_are_held_in_two_bounds() -> None:
+    """As TRL's `reward_clip_range`, whose bounds need not lie around 0."""
+    rewards, lower, upper = (-3.0, -0.25, 1.0, 4.0), -0.5, 2.0
+
+    def advantages(given: tuple[float, ...], **reward: Any) -> torch.Tensor:
+        members = [member("g", index, value, [[1]]) for index, value in enumerate(given)]
+        result = run_chain(build_chain({"estimator": "rloo", "reward": reward}), batch_of(members))
+        assert result.advantages is not None
+        return result.advantages
+
+    clamped = tuple(min(max(value, lower), upper) for value in rewards)
+    torch.testing.assert_close(advantages(rewards, clip=[lower, upper]), advantages(clamped))
