@@ -369,6 +369,8 @@ class Pipeline:
                 self._finished_ops.add((number, place))
 
     async def _play_async(self, number: int, plan: dict[str, Any], producer: Any, life: Life) -> None:
+        if plan["ends"] == "serve":
+            producer._logic.membership.serve(str)
         async with producer as opened:
             self._opened(life)
             await asyncio.gather(
@@ -376,10 +378,10 @@ class Pipeline:
             )
             if self.scene.prompts:
                 await Asyncio(self, opened, life, f"p{number}", 0.0).do_prompts()
-            if plan["ends"] == "finish":
+            if plan["ends"] in ("finish", "serve"):
                 life.finishes = True
                 await opened.finish()
-                life.finished = self.world.time
+                life.finished = self.world.time if plan["ends"] == "finish" else None
                 self.world.moment()
             await asyncio.sleep(plan["lingers"])
             life.closed = self.world.time

@@ -167,7 +167,8 @@ def draw_scene(world: World) -> Scene:
                 operations.append((place, *drawn))
         hands = pick(f"p{number}/hands", 1, 1, 2, 3)
         lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 45.0, often=0.1)
-        ends = pick(f"p{number}/ends", "finish", "finish", "close")
+        serves = ("serve",) if kind == "asyncio" else ()  # as a gateway does, for which the run does not wait
+        ends = pick(f"p{number}/ends", "finish", "finish", "close", *serves)
         plays = pick(f"p{number}/plays", 0.0, 0.2, 3.0, 6.0)
         producers.append(
             {"kind": kind, "hands": [operations[hand::hands] for hand in range(hands)]}

@@ -308,7 +308,7 @@ def test_a_lost_group_that_ends_again_much_later_is_not_doubled(
         group_all(joined)
         archive.look()
         archive.finish()
-        [(entry, lost)] = scripts.xrange(key.kept)
+        [(_, lost)] = scripts.xrange(key.kept)
         scripts.hdel(key.trainer, "archived")  # the server comes back without its last writes
         scripts.delete(key.kept)
         for name in "ab":
