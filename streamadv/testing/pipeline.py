@@ -465,10 +465,13 @@ class Pipeline:
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""
         calm = self.scene.calm_s
+        # Who makes room may have been kept from it: a grouper, the ranks of a job.
+        kept_away = [process.disturbed_until for process in self.world.processes if not process.dead]
         since = max(
             since,
             self.world.disturbed_until,
-            life.process.disturbed_until,
+            *kept_away,
+            self._all_back,
             calm if self.world.time > calm else 0.0,
         )
         seconds = self.world.time - since
