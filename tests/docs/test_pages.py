@@ -75,7 +75,7 @@ STORIES: Final = [
     if any(block.runs and block.first_line not in NOT_RUN.get(page, {}) for block in blocks_of(page))
 ]
 #: What a new user reads first: `make test` runs these.
-FIRST: Final = ("README.md", "docs/produce/producers.md", "docs/train/resume.md")
+FIRST: Final = ("README.md", "docs/produce/producers.md")
 LIMIT_S: Final = 400.0
 
 
