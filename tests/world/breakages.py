@@ -375,8 +375,8 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "the archive writes again what its files have": Mutant(
         "streamadv/archive/follow.py",
-        "later = [file for file in files if file.last > begin] or files[-1:]",
-        "later = []",
+        "later = [file for file in files if file.last > begin]",
+        "later, files = [], []",
     ),
     "a dropped group is not kept": Mutant(
         f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"
