@@ -54,6 +54,10 @@ MODES: Final = (
     ("crash", "kill", "die", "pause"),
     KINDS,
 )
+#: What may follow the death of a server, how many seconds later, and how often something does.
+FOLLOWERS: Final = ("crash", "refuse", "jump", "kill", "pause", "pause")
+FOLLOWS_S: Final = (0.0, 0.0, 0.5, 2.0, 6.0, 11.0)
+FOLLOWS: Final = 0.4
 _SECONDS: Final = (0.002, 0.01, 0.05, 0.2, 0.6, 1.5, 4.0, 12.0)
 
 
@@ -94,6 +98,7 @@ class World(wire.Network):
         self.refused_until = -math.inf
         """Until when it refused all or all writes."""
         self.is_over = False
+        self._crashes = 0
         self._trace = hashlib.blake2b(digest_size=8)
         self._waiting: dict[bytes, list[Callable[[], object]]] = {}
         self._names = random.Random(0)
@@ -101,6 +106,7 @@ class World(wire.Network):
         mode = source.choice(MODES)
         self._rates = _rates(source, [kind for kind in faults if kind in mode])
         self._moments = [kind for kind in faults if kind in mode and kind in ("crash", "kill", "cut")]
+        self._followers = [kind for kind in FOLLOWERS if kind in faults]
         self._moment_rate = source.choice((0.0, 0.03, 0.1, 0.2)) if self._moments else 0.0
 
     @property
@@ -279,6 +285,29 @@ class World(wire.Network):
         self.outages.append((self.time, self.time + down_s))
         self.disturbed_until = max(self.disturbed_until, self.time + down_s)
         self.at(self.time + down_s, lambda: setattr(self.server, "is_up", True))
+        self._follow()
+
+    def _follow(self) -> None:
+        """Trouble seldom comes alone: something else befalls a process, or the server, soon after its death."""
+        self._crashes += 1
+
+        def draw(source: random.Random) -> Any:
+            alive = [process.name for process in self.processes if not process.dead]
+            if not (self._followers and alive) or source.random() >= FOLLOWS:
+                return None
+            fault = _drawn(source.choice(self._followers), source)
+            return [source.choice(FOLLOWS_S), source.choice(alive), *fault]
+
+        if self.is_calm or not (chosen := self.plan.choose(f"crash{self._crashes}/then", draw)):
+            return
+        seconds, name, *fault = chosen
+
+        def befall() -> None:
+            for process in self.processes:
+                if process.name == name and not (process.dead or self.is_calm):
+                    self.befall(process, fault, after=fault[0] == "crash")
+
+        self.at(self.time + seconds, befall)
 
     def refuse(self, what: str, seconds: float) -> None:
         """The server answers with this error for a while."""
@@ -369,7 +398,7 @@ def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
         if kind in ("slow", "late"):
             rates[kind] = source.choice((0.0, 0.0, 0.02, 0.1, 0.3))
         elif kind in ("jump", "set"):
-            rates[kind] = source.choice((0.0,) * 5 + (0.001, 0.003))
+            rates[kind] = source.choice((0.0,) * 4 + (0.001, 0.003))
         else:
             rates[kind] = source.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
     return rates
