@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
     )  # fmt: skip
     queue.open(weights=save(0))  # rollouts begin when the gateway has loaded them
     for batch in queue:
-        furthest = 0.0  # of the engine's log-probs from the trainer's: the engine's weights may be older by max_staleness
+        furthest = 0.0  # of the log-probs from those of the engine, whose weights max_staleness lets be older
         for mb in batch:
             log_probs = log_probs_of(model, mb)
             loss, _ = sa.losses.ppo_clip(log_probs, mb.rollout_log_probs, mb.advantages, mb.response_mask)
