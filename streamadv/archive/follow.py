@@ -143,7 +143,9 @@ class ShardArchive:
         self._ids: set[str] = set()
         """Groups of the file."""
         self._ids_before: set[str] = set()
-        """Groups of the file before it, and of any behind the mark."""
+        """Groups of the file before it."""
+        self._returning: set[str] = set()
+        """Groups that the files had beyond the mark: what a server has lost of them may end again at any time."""
 
     def look(self) -> bool:
         """Read a page and write it. False if there was nothing to do."""
@@ -186,8 +188,9 @@ class ShardArchive:
         begin = self._marked = self._mark() if self._run.manifest.archive else end
         if self._is_beyond(begin):
             begin = NO_ENTRY
-        later = [file for file in files if file.last > begin] or files[-1:]
-        self._ids_before = set().union(*(self._form.read_ids(file.path) for file in later))
+        later = [file for file in files if file.last > begin]
+        self._returning.update(*(self._form.read_ids(file.path) for file in later))
+        self._ids_before = set().union(*(self._form.read_ids(file.path) for file in files[-1:]))
         return begin
 
     def _is_beyond(self, entry: EntryId) -> bool:
@@ -244,7 +247,7 @@ class ShardArchive:
         )
 
     def _has(self, group_id: str) -> bool:
-        return group_id in self._ids or group_id in self._ids_before
+        return group_id in self._ids or group_id in self._ids_before or group_id in self._returning
 
     def _read(self, entry: KeptEntry) -> Archived:
         """A group with its tokens."""

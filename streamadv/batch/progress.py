@@ -112,6 +112,7 @@ class Progress:
         self._named_elsewhere = 0  # batches below it were named on servers that were replaced
         #: What the run had of its prompts at the last checkpoint, by name: see `prompts.py`.
         self.prompts: dict[str, Any] = {}
+        self.groups_saved: list[str] = []  # as `groups` was then
         self.is_set_back = False  # to a checkpoint older than what the run had committed
 
     def __contains__(self, group_id: object) -> bool:
@@ -152,7 +153,8 @@ class Progress:
         self.begin(self.restored)
         self.branch = 0
         self._returning = dict.fromkeys(map(self._known_as, state["groups"]), clock.now())
-        self.prompts, self.is_set_back = dict(state.get("prompts", {})), False
+        self.prompts, self.groups_saved = dict(state.get("prompts", {})), list(state["groups"])
+        self.is_set_back = False
 
     @staticmethod
     def beginning(run: str) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """What rank 0 does for prompts: carries ends of groups home, keeps their state in checkpoints, and sets it back.
 
 A prompt whose group is in the weights counts as trained in the checkpoint that is saved next, and in the run once the
-group is committed.
+group is committed. A checkpoint has the prompts in play as they were, and the groups in the weights: which prompts
+are trained in it follows from both, when prompts are set back to it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final
 
 from ..messages import log_fields
@@ -45,7 +46,8 @@ class RunPrompts:
     def save(self, progress: Progress) -> None:
         """Note in the progress what belongs into a checkpoint of the present version."""
         for prompts in self.carry():
-            progress.prompts[prompts.name] = _saved(read(self._run, prompts), progress)
+            progress.prompts[prompts.name] = _saved(read(self._run, prompts))
+        progress.groups_saved = progress.groups
 
     def restore(self, progress: Progress) -> None:
         """After the run was taken: set prompts back to an older checkpoint, or to the last one if the run lost them."""
@@ -64,7 +66,7 @@ class RunPrompts:
 
     def _set_back(self, prompts: PromptSet, saved: dict[str, Any], progress: Progress) -> bool:
         following = saved.get("next", [0] * len(prompts.sources))
-        counters, begun, ended = saved.get("counts", {}), saved.get("left", []), saved.get("ended", [])
+        begun, ended, counters = _at_checkpoint(prompts, following, saved, progress.groups_saved)
         args = [progress.epoch, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
         args += [int(progress.is_set_back)]
         args += [len(following), len(counters), len(begun), *following]
@@ -121,24 +123,34 @@ class RunPrompts:
         run_script(self._run.connection.scripts, call)
 
 
-def _saved(stored: Stored, progress: Progress) -> dict[str, Any]:
-    """A set for a checkpoint of the present version."""
-    totals, counters = stored.prompts.sources, Counter(stored.counters)
-    left, ended = [], list(stored.ended)
-    lengths = list(totals.values())
-    for item in stored.entries:
-        if identity(stored.group_id(item)) not in progress:
-            left.append(item)
-            continue
-        source, position = map(int, item.split())
-        counters[f"trained {source} {position // lengths[source - 1]}"] += 1
-        if position >= stored.following[source - 1]:
-            ended.append(item)
+def _saved(stored: Stored) -> dict[str, Any]:
+    """A set for a checkpoint."""
     return {
         "set": stored.prompts.to_text(),
         "born": stored.born,
         "next": stored.following,
-        "left": sorted(left),
-        "ended": sorted(ended),
-        "counts": dict(counters),
+        "left": sorted(stored.entries),
+        "ended": sorted(stored.ended),
+        "counts": stored.counters,
     }
+
+
+def _at_checkpoint(
+    prompts: PromptSet, following: list[int], saved: dict[str, Any], groups: Iterable[str]
+) -> tuple[list[str], list[str], Mapping[str, int]]:
+    """What was begun and had not ended in a checkpoint, what had ended above `following`, and its counters.
+
+    groups: those in its weights.
+    """
+    left, ended, counters = [], list(saved.get("ended", [])), Counter(saved.get("counts", {}))
+    trained = {identity(group_id) for group_id in groups}
+    for item in saved.get("left", []):
+        source, position = map(int, item.split())
+        _, epoch, _ = place = prompts.locate(source, position)
+        if identity(prompts.id_of(place, 0)) not in trained:
+            left.append(item)
+            continue
+        counters[f"{TRAINED} {source} {epoch}"] += 1
+        if position >= following[source - 1]:
+            ended.append(item)
+    return left, ended, counters

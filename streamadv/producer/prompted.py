@@ -23,6 +23,8 @@ from .tickets import GroupSpec, Ticket
 
 #: Seconds between two looks at how groups have ended, while there are prompts to play.
 CARRY_S: Final = 1.0
+#: Of a lease: so many that its entry is longer than 64 bytes, and servers keep the entries in a table, not in a list.
+NONCE_BYTES: Final = 28
 
 
 class PromptedGroups:
@@ -93,7 +95,7 @@ class PromptedGroups:
         membership = self._logic.membership
         while not self._leases:
             yield from self._carry()
-            self._nonce = self._nonce or doors.random_bytes(8).hex()
+            self._nonce = self._nonce or doors.random_bytes(NONCE_BYTES).hex()
             reply = yield self._call()
             state = reply[0]
             if state == b"unknown":

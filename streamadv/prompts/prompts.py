@@ -12,7 +12,7 @@ from ..errors import SettingError
 from ..messages import brief
 from .figures import TriesSeen
 from .sources import Source, Stream, source_of
-from .spec import PromptSet
+from .spec import PromptSet, plain
 
 #: Prompts of a source that its fingerprint looks at, spread over it.
 SAMPLED: Final = 64
@@ -72,11 +72,13 @@ class Prompts:
         sources = {key: source_of(key, given) for key, given in named.items()}
         lengths = {key: len(each) for key, each in sources.items()}
         self._sources: Sequence[Source] = list(sources.values())
-        shares = lengths if weights is None else dict(sorted(weights.items()))
+        shares: dict[str, float] = dict(lengths)
+        if weights is not None:
+            shares = {key: plain(share) for key, share in sorted(weights.items())}
         when = "" if select is None else _period(name, select, select_every, sum(lengths.values()))
         self._select = select
-        options = (skip_solved, best_reward, when)
-        self.set = PromptSet(name, lengths, epochs, shuffle, dict(shares), retries, "", *options).checked()
+        options = (skip_solved, plain(best_reward), when)
+        self.set = PromptSet(name, lengths, epochs, shuffle, shares, retries, "", *options).checked()
         if shuffle is not None and any(isinstance(each, Stream) for each in sources.values()):
             raise SettingError(
                 f"prompts {name}: shuffle is {shuffle}, and a Stream is read in its order: use shuffle=None"

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from numbers import Real
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from ..errors import SettingError
 from ..messages import brief
@@ -44,20 +45,30 @@ def _prompt_of(group_id: str) -> str:
     return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a finite one."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite one, of Python or of numpy."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def plain(value: Any) -> Any:
+    """A number as JSON has it; anything else as it is."""
+    return float(value) if is_number(value) and not isinstance(value, int) else value
 
 
 class Tried(NamedTuple):
     """A try of a prompt, as the scripts name it."""
 
-    item: str
-    """'<number of the source, from 1> <position>'"""
+    source_number: int
+    """From 1."""
+    position: int
     number: int
     epoch: int
     source: str
     prompt: int
+
+    @property
+    def item(self) -> str:
+        return f"{self.source_number} {self.position}"
 
 
 @dataclass(frozen=True)
@@ -204,14 +215,17 @@ class PromptSet:
     def parse(self, group_id: str) -> Tried | None:
         """The try that a group is of; None if it is of none of these prompts."""
         match = GROUP_ID.fullmatch(group_id)
-        if match is None or match[1] != self.name or match[2] not in self.sources:
+        if match is None:
             return None
-        epoch, index, number = int(match[3]), int(match[4]), int(match[5])
-        length = self.sources[match[2]]
+        name, source, *numbers = match.groups()
+        if name != self.name or source not in self.sources:
+            return None
+        epoch, index, number = map(int, numbers)
+        length = self.sources[source]
         if epoch >= self.epochs or index >= length:
             return None
         position = epoch * length + place_of(length, self.shuffle, epoch, index)
-        return Tried(f"{self._numbers[match[2]]} {position}", number, epoch, match[2], index)
+        return Tried(self._numbers[source], position, number, epoch, source, index)
 
     def overall(self, source: str, index: int) -> int:
         """The number of a prompt among those of all sources, from 0."""

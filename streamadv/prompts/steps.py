@@ -147,20 +147,27 @@ def end(
 ) -> ScriptCall:
     """Ends of groups. read: shard, last entry known before, last one of these."""
     args: list[Any] = [prompts.retries, *read, "repeat" if again else "check", prompts.skip_solved]
+    alike: object = None  # what the ends in the last argument share
     for group_id, outcome, figures in ends:
         tried = prompts.parse(group_id)
-        if tried is not None:
-            solved = _solved(prompts, tried, figures) if prompts.skip_solved else ""
-            args.append(f"{tried.item} {tried.number} {tried.epoch} {outcome}{solved}")
+        if tried is None:
+            continue
+        shared = (tried.source_number, tried.epoch, tried.number, outcome)
+        if shared != alike:
+            alike = shared
+            args.append(f"{tried.source_number} {tried.epoch} {tried.number} {outcome}")
+        args[-1] += f" {tried.position}"
+        if prompts.skip_solved:
+            args[-1] += _solved(prompts, tried, figures)
     kinds = ("state", "entries", "again", "given_up", "solved")
     return script_call("end_prompts", keys, args, **_keys(prompts.name, *kinds))
 
 
 def _solved(prompts: PromptSet, tried: Tried, figures: str) -> str:
-    """' <number of the prompt among all> <1 if it was solved, else 0>'."""
+    """'/<number of the prompt among all>/<1 if it was solved, else 0>'."""
     known = parse_figures(figures)
     is_solved = known is not None and known.least >= prompts.best_reward
-    return f" {prompts.overall(tried.source, tried.prompt)} {int(is_solved)}"
+    return f"/{prompts.overall(tried.source, tried.prompt)}/{int(is_solved)}"
 
 
 def _keys(name: str, *kinds: str) -> Mapping[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 from ..messages import one_line
 from ..run import Run
 from ..store.connection import Connection
-from ..store.keys import RUNS, SINGLE_KINDS, ShardKeys, check_run_name, manifest_key
-from .stored import PAGE, StoredData, counts_at, walk
+from ..store.keys import PROMPT_KINDS, RUNS, SINGLE_KINDS, ShardKeys, check_run_name, manifest_key
+from .stored import PAGE, StoredData, counts_at, hash_at, walk
 
 SLICE: Final = 64
 
@@ -127,7 +127,9 @@ def delete_unread(connection: Connection, name: str) -> int:
 def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
     """Keys of a shard that do not depend on its groups."""
     single = [getattr(keys, kind) for kind in SINGLE_KINDS]
-    return [*single, *map(keys.scoring, run.manifest.scorers)]
+    prompts = [name.decode(errors="replace") for name in hash_at(run, keys.prompts)]
+    of_prompts = [getattr(keys, kind)(name) for kind in PROMPT_KINDS for name in prompts]
+    return [*single, *map(keys.scoring, run.manifest.scorers), *of_prompts]
 
 
 def _group_keys(keys: ShardKeys, stored: StoredData) -> list[str]:

@@ -72,8 +72,19 @@ def was_lost_twice(pipeline: Pipeline, place: Place) -> bool:
     return any(end > min(lost) for end in pipeline.job_ends) if lost else False
 
 
+def was_untouched(pipeline: Pipeline, group: Group) -> bool:
+    """Whether the server has lost that the group's deadline was put off."""
+    return any(
+        since - SLACK_S <= each.when and each.asked <= at + SLACK_S
+        for at, since in pipeline.world.lost
+        for each in group.touches
+    )
+
+
 def may_be_over(pipeline: Pipeline, group: Group) -> bool:
     """Whether a part of the group was lost, and was not pushed again before its deadline, or by nobody."""
+    if was_untouched(pipeline, group):
+        return True
     acknowledged = [pipeline.acknowledged.get(place, []) for place in group.places]
     if group.scores:
         acknowledged.append(group.scores)

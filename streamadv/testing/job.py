@@ -75,6 +75,9 @@ class Job:
 
     def __init__(self, pipeline: Pipeline, number: int, weights: list[Place]) -> None:
         self.pipeline = pipeline
+        scene = pipeline.scene
+        self._stops_after = 0 if scene.prompts or scene.successor_s else scene.stops_after
+        self._is_stateless = scene.stateless and scene.each_batch and not scene.successor_s
         self.number = number
         self.weights = weights
         self.store = Store()
@@ -112,6 +115,7 @@ class Job:
         if not rank:
             self.weights += members
             self.pipeline.trained.update(members)
+            self.pipeline.named[k] = members
 
     def end(self) -> None:
         """One rank has died, so the launcher ends the others and starts anew."""
@@ -166,11 +170,14 @@ class Job:
             if not rank:
                 weights = json.loads((path / WEIGHTS).read_text()) if path else []
                 self.weights = [(group_id, index) for group_id, index in weights]
-        elif (checkpoint := self._newest_checkpoint(queue, rank)) is not None:
+        elif not self._is_stateless and (checkpoint := self._newest_checkpoint(queue, rank)) is not None:
             queue.load_state_dict(checkpoint[1])
-        elif not rank:
+        elif not rank:  # it goes on after the last commit
             queue.open()
-        is_unsaved = True
+            version, named = queue._progress.version, pipeline.named
+            self.weights = [place for k in sorted(named) if k < version for place in named[k]]
+            pipeline.was_stateless |= bool(self.weights)
+        is_unsaved, is_first = True, True
         while True:
             have_left = len(pipeline.done) == len(scene.producers)
             try:
@@ -179,6 +186,9 @@ class Job:
                 if self.weights:
                     raise
                 batch = None
+            if is_first and not rank:
+                pipeline.opened_at = pipeline.world.time
+            is_first = False
             if batch is None:
                 if scene.prompts and is_unsaved:  # which the producers wait for
                     self._save(queue, rank)
@@ -201,6 +211,12 @@ class Job:
             is_unsaved = (batch.version + 1) % scene.save_every != 0
             if not is_unsaved:
                 self._save(queue, rank)
+            if 0 < self._stops_after <= batch.version + 1:
+                self._save(queue, rank)
+                queue.finish()
+                if not rank:
+                    pipeline.stopped_at = pipeline.world.time
+                break
         pipeline.closing_at = pipeline.world.time
         self._save(queue, rank)
         pipeline.ended |= not rank

@@ -21,6 +21,7 @@ from ..status.seen import read_groups_at
 from ..store.connection import Connection
 from .archiver import Record
 from .excuses import is_excused, may_be_dropped, may_be_over, was_lost_twice, was_open_again, whole_groups
+from .inspection import SHARD, problems_of_groups
 from .pipeline import Pipeline
 from .plan import Choices, cut_down
 from .scene import RUN, Place, Violation
@@ -61,11 +62,12 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     counters = run.counters()
     ledger = Ledger.of(counters)
     # What the server lost after the trainer's last look stays, for a trainer that takes the run later.
-    may_stay = any(at >= pipeline.closing_at for at, _ in pipeline.world.lost)
+    may_stay = any(at >= pipeline.closing_at for at, _ in pipeline.world.lost) or _was_stopped(pipeline)
     if (ledger.queued or ledger.in_flight) and not may_stay:
         yield f"P3: after the end {ledger.queued} trajectories are queued, {ledger.in_flight} in flight"
     twice = [place for place, count in Counter(weights).items() if count > 1]
-    if twice:
+    # Who begins without the state of a checkpoint does not know what it has trained on.
+    if twice and not (pipeline.was_stateless and pipeline.world.lost):
         yield f"P1: {twice[:4]} are in the weights twice"
     yield from _missing(pipeline, set(weights))
     if pipeline.scene.prompts:
@@ -81,12 +83,19 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
     if unknown_ended := _ended_unknown(pipeline):
         yield f"P3: groups have ended that nobody was given: {unknown_ended[:4]}"
+    yield from _begun_after_the_end(pipeline)
     yield from _kept_otherwise(pipeline, run, counters)
     if pipeline.scene.archive:
         yield from _archive(pipeline, run)
     if malformed := counters.get("malformed", 0):
         yield f"accounting: {malformed} entries are malformed, and only the run has written"
     store = pipeline.world.server.store
+    yield from _group_problems(pipeline)
+    session, trainer = (store.data.get(SHARD + name, {}) for name in (b"session", b"trainer"))
+    if session.get(b"version") != trainer.get(b"version") and not may_stay:
+        yield f"P9: the run has version {session.get(b'version')}, producers hear {trainer.get(b'version')}"
+    if (held := trainer.get(b"held", b"0")) != b"0" and not may_stay:
+        yield f"P9: {held.decode()} groups are held as trained and not committed, and none is left"
     for key, value in sorted(store.data.items()):
         if key.endswith(STREAMS) and value.ids and not may_stay:
             yield f"accounting: {len(value.ids)} entries are left in {key.decode()}"
@@ -94,6 +103,24 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
             yield f"accounting: {sorted(value)} are left in {key.decode()}"
         elif key.endswith(b":garbage"):
             yield f"accounting: {len(value)} payloads are left in {key.decode()}"
+
+
+def _was_stopped(pipeline: Pipeline) -> bool:
+    """Whether the trainer has ended the run before its time."""
+    return pipeline.stopped_at < math.inf
+
+
+def _group_problems(pipeline: Pipeline) -> Iterator[str]:
+    yield from (f"accounting: {text}" for text in problems_of_groups(pipeline.world.server))
+
+
+def _begun_after_the_end(pipeline: Pipeline) -> Iterator[str]:
+    """Once the trainer has ended the run, no training group is begun."""
+    for place in sorted(pipeline.acknowledged):
+        group = pipeline.groups[place[0]]
+        is_late = group.begun > pipeline.stopped_at and group.role == "train"
+        if is_late and not pipeline.world.lost:
+            yield f"P9: group {group.id} was begun after the trainer had ended the run"
 
 
 def _ended_unknown(pipeline: Pipeline) -> list[str]:
@@ -149,7 +176,15 @@ def _seen(pipeline: Pipeline, run: Run) -> list[Record]:
 def _archive(pipeline: Pipeline, run: Run) -> Iterator[str]:
     """The files have each group once, all up to the mark, and at the end all there are."""
     counts = Counter(record.group_id for record in pipeline.archived)
-    if twice := [group_id for group_id, count in counts.items() if count > 1]:
+    # Another archiver does not know what its predecessor's server had lost.
+    has_forgotten = any(
+        process.name.startswith("archiver") and process.ended > at
+        for at, _ in pipeline.world.lost
+        for process in pipeline.world.processes
+        if process.dead
+    )
+    twice = [group_id for group_id, count in counts.items() if count > 1]
+    if twice and not has_forgotten:
         yield f"archive: {twice[:4]} are in the files twice"
     if absent := [group.group_id for group in read_groups_at(run, "kept") if group.group_id not in counts]:
         yield f"archive: {absent[:4]} are not in the files"
@@ -166,7 +201,8 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
         return
     stored = read(run, sets[0])
     # A job that commits each batch begins anew from an older checkpoint, maybe after all producers have finished.
-    if pipeline.scene.each_batch and pipeline.jobs > 1:
+    may_be_unplayed = pipeline.world.lost or min(pipeline.prompts_over, default=0.0) <= pipeline.opened_at
+    if pipeline.scene.each_batch and pipeline.jobs > 1 and may_be_unplayed:
         return
     # What the server loses after that comes back to nobody.
     if any(lost >= over for lost, _ in pipeline.world.lost for over in pipeline.prompts_over):
@@ -204,6 +240,7 @@ def _missing(pipeline: Pipeline, weights: set[Place]) -> Iterator[str]:
         for group_id, text in tombstones.items():
             digits = text.decode()[1:]
             ended |= {(group_id.decode(), index) for index, digit in enumerate(digits) if digit == "1"}
+    whole = [] if _was_stopped(pipeline) else whole_groups(pipeline)
     if (
         pipeline.scene.each_batch
     ):  # a batch counts as trained when the next one is asked for, whatever was saved
@@ -216,7 +253,7 @@ def _missing(pipeline: Pipeline, weights: set[Place]) -> Iterator[str]:
             or is_excused(pipeline, acknowledged)
         ):
             yield f"P2: {place} was acknowledged and is gone"
-    for group in whole_groups(pipeline):
+    for group in whole:
         trained = sum(place[0] == group.id for place in weights)
         if trained < group.size and not (
             may_be_dropped(pipeline, group) or any(was_lost_twice(pipeline, place) for place in group.places)

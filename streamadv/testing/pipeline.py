@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,7 +34,8 @@ from ..status import watchdog
 from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, heartbeat, loop, together
 from .archiver import Record, archiver, read_records
-from .excuses import is_quiet, lost_for_good, nobody_knew
+from .excuses import is_quiet, lost_for_good, nobody_knew, was_untouched
+from .inspection import SHARD, problems
 from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
 from .players import Asyncio, Blocking
@@ -45,6 +47,9 @@ from .world import URL, World
 SCORER: Final = "judge"
 #: For which the prompts of a scene are played.
 EPOCHS: Final = 2
+
+#: Looks at all that is stored while a schedule runs.
+INSPECTIONS: Final = 2
 
 #: When an operator looks at the dead letters.
 PURGE_S: Final = 25.0
@@ -97,8 +102,8 @@ class Pipeline:
         self.scene = draw_scene(world)
         scorers = (SCORER,) if self.scene.scored else ()
         self.settings = RunSettings(
-            max_trajectory_bytes=1 << 14,
-            max_bytes=1 << 26,
+            max_trajectory_bytes=1 << (17 if self.scene.is_narrow else 14),
+            max_bytes=1 << (20 if self.scene.is_narrow else 26),
             group_deadline_s=self.scene.deadline_s,
             redundancy=self.scene.redundancy,
             scorers=scorers,
@@ -124,6 +129,14 @@ class Pipeline:
         self.played_late = False
         """Whether a group begun ahead had to wait for longer than its deadline."""
         self.ended = False
+        self.named: dict[int, tuple[Place, ...]] = {}
+        """Batch -> what was trained as it last."""
+        self.stopped_at = math.inf
+        """When the trainer had ended the run before its time."""
+        self.was_stateless = False
+        """Whether a job has begun without a checkpoint after there were commits."""
+        self.opened_at = 0.0
+        """When the newest job had got the run."""
         self.closing_at = math.inf
         """When the trainer saved its last checkpoint, after which it names nothing more."""
         self.job_ends: list[float] = []
@@ -158,6 +171,10 @@ class Pipeline:
                 world.at(PURGE_S, lambda: self._supervise("operator", self._purge))
             world.at(self.scene.calm_s, self._calm)
             world.at(LOOK_S, Lookout(self).look)
+            for number in range(INSPECTIONS):
+                when = world.plan.choose(f"inspection/{number}", self._draw_moment)
+                if when is not None:
+                    world.at(when, self._inspect)
             world.at_loss.append(self._note_forgotten)
             for wait in (40.0, 80.0, 120.0):
                 world.at(self.scene.calm_s + wait, self._finish_for_the_lost)
@@ -169,6 +186,12 @@ class Pipeline:
                 raise Violation(
                     f"P3: the run has not ended {longest:.0f} s after the last fault: {self._state()}"
                 )
+            if self.stopped_at < math.inf:  # nothing more is trained on: what is open ends by its deadline
+                limit += world.time
+                world.run(lambda: self._is_left() or bool(self.violations) or world.time > limit)
+                self._raise()
+                if not self._is_left():
+                    raise Violation(f"P3: the trainer has ended the run, and it goes on: {self._state()}")
             alive = [process.disturbed_until for process in world.processes if not process.dead]
             purged = PURGE_S if self.scene.needs else 0.0
             # Nothing is under way any more.
@@ -199,6 +222,11 @@ class Pipeline:
             for module, name, value in before:
                 setattr(module, name, value)
 
+    def _is_left(self) -> bool:
+        """Whether no producer and no open group is left."""
+        has_open = bool(self.world.server.store.data.get(SHARD + b"open"))
+        return not has_open and len(self.done) == len(self.scene.producers)
+
     def _keeping(self) -> bytes:
         """What `trim_kept` writes."""
         return f"{self.settings.keep_bytes} {KEEP}{' archive' if self.scene.archive else ''}".encode()
@@ -214,6 +242,14 @@ class Pipeline:
     def _calm(self) -> None:
         self.world.is_calm = True
         self.world.server.refusal = None
+
+    def _draw_moment(self, source: random.Random) -> float:
+        return source.uniform(0.5, self.scene.calm_s)
+
+    def _inspect(self) -> None:
+        """Between two scripts the run adds up, whatever is under way."""
+        for text in problems(self.world.server, RUN):
+            self.violate(f"accounting in between: {text}")
 
     def _note_forgotten(self) -> None:
         if b"servers" not in self.world.server.store.data.get(b"{r:0:0}:session", {}):
@@ -333,6 +369,8 @@ class Pipeline:
                 self._finished_ops.add((number, place))
 
     async def _play_async(self, number: int, plan: dict[str, Any], producer: Any, life: Life) -> None:
+        if plan["ends"] == "serve":
+            producer._logic.membership.serve(str)
         async with producer as opened:
             self._opened(life)
             await asyncio.gather(
@@ -340,10 +378,10 @@ class Pipeline:
             )
             if self.scene.prompts:
                 await Asyncio(self, opened, life, f"p{number}", 0.0).do_prompts()
-            if plan["ends"] == "finish":
+            if plan["ends"] in ("finish", "serve"):
                 life.finishes = True
                 await opened.finish()
-                life.finished = self.world.time
+                life.finished = self.world.time if plan["ends"] == "finish" else None
                 self.world.moment()
             await asyncio.sleep(plan["lingers"])
             life.closed = self.world.time
@@ -393,12 +431,29 @@ class Pipeline:
             and group.whole
             and group.role == "train"
             and now < group.begun + group.deadline_s - 0.5
+            and not was_untouched(self, group)
         ):
             after = f"{now - group.begun:.1f} s after its beginning"
             self.violate(f"P4: group {group.id} has ended {after}, its deadline is {group.deadline_s:g} s")
         if code in ("pushed", "duplicate"):
             self.acknowledged.setdefault((group.id, index), []).append(Acknowledged(life, asked, now, code))
             self.world.moment()
+
+    def touched(self, life: Life, asked: float, group: Group) -> None:
+        """The server has put the deadline of a group off."""
+        if not life.process.dead:
+            group.deadline_s = max(group.deadline_s, asked - group.begun + self.scene.deadline_s)
+            group.touches.append(Acknowledged(life, asked, self.world.time, "touched"))
+
+    def look_at_played(self, group: Group) -> None:
+        """Somebody has played a rollout: its group is open, or has ended."""
+        store = self.world.server.store.data
+        name = group.id.encode()
+        has_ended = any(name in store.get(SHARD + kind, {}) for kind in (b"ended", b"ended_before"))
+        fields = store.get(SHARD + b"group:" + name, {})
+        is_there = fields and not (fields.get(b"holders") == b"" and not fields[b"slots"].strip(b"."))
+        if not (has_ended or is_there or self.world.lost or self.world.process.dead):
+            self.violate(f"P4: group {group.id} is withdrawn, and somebody plays it")
 
     def note_scored(self, life: Life, asked: float, group: Group, codes: Sequence[str]) -> None:
         """The server has answered that it has the rewards of all members of a group: now it has to be trained on."""
@@ -410,10 +465,13 @@ class Pipeline:
     def waited(self, life: Life, since: float) -> None:
         """A group was admitted, or a push of a new one."""
         calm = self.scene.calm_s
+        # Who makes room may have been kept from it: a grouper, the ranks of a job.
+        kept_away = [process.disturbed_until for process in self.world.processes if not process.dead]
         since = max(
             since,
             self.world.disturbed_until,
-            life.process.disturbed_until,
+            *kept_away,
+            self._all_back,
             calm if self.world.time > calm else 0.0,
         )
         seconds = self.world.time - since

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: Of one operation that nobody paces.
 MOST_GROUPS: Final = 8
 Answer = TypeVar("Answer")
+#: Of a deadline that somebody puts off.
+LONGEST_S: Final = 20.0
 #: Of an agent at a gateway.
 TURNS: Final = 3
 #: Columns of some groups.
@@ -94,6 +96,7 @@ class Blocking(_Play):
         """One rollout is played and pushed."""
         self.world.moment()
         self.world.sleep(self.plays if seconds is None else seconds)
+        self.pipeline.look_at_played(group)
         code = rollout.push(**self.columns(rollout.rollout_index))
         if rollout.rollout_index < group.size:
             self.noted(group, [code], rollout.rollout_index)
@@ -164,12 +167,16 @@ class Blocking(_Play):
             begun.cancel(len(begun))  # a slot that stays would keep others from admission until the deadline
 
     def do_touch(self) -> None:
-        """A deadline that is put off."""
+        """A deadline that is put off when most of it is over; the last rollout ends after the first one."""
         group = self.pipeline.plan_group(self.prefix)
+        own_s = self.pipeline.scene.deadline_s
         with self.producer.group(2, group_id=group.id) as begun:
-            begun.touch(group.deadline_s)
+            self.world.sleep(0.7 * min(own_s, LONGEST_S))
+            asked = self.world.time
+            if begun.touch(own_s):
+                self.pipeline.touched(self.life, asked, group)
             for rollout in begun:
-                self._played(group, rollout)
+                self._played(group, rollout, 0.2 * min(own_s, LONGEST_S))
 
     def do_score(self) -> None:
         """The producer brings the rewards after the pushes, where no scorer does."""
@@ -178,9 +185,21 @@ class Blocking(_Play):
         group = self.pipeline.plan_group(self.prefix, whole=self.pipeline.scene.scored)
         self._pushed(group, (0, 1))
         if not self.pipeline.scene.scored:
+            self.world.sleep(self.plays)
             codes = [self.producer.score(group.id, index, float(index)) for index in range(2)]
             self.producer.score(group.id, 0, SECOND_SCORE)
             self.pipeline.note_scored(self.life, self.asked, group, codes)
+
+    def do_unscored(self) -> None:
+        """One of the members gets no reward, where no scorer brings them."""
+        if self.pipeline.scene.scored:
+            return self.do_push()
+        self.reward = {"reward_later": True}
+        group = self.pipeline.plan_group(self.prefix, whole=False)
+        self._pushed(group, (0, 1))
+        for index, reward in enumerate((0.0, None)):
+            self.world.sleep(self.plays)
+            self.producer.score(group.id, index, reward)
 
     def do_bare(self) -> None:
         """A group without the column that the chain may need: then it becomes a dead letter."""
@@ -202,7 +221,7 @@ class Blocking(_Play):
                     self._played(group, rollout, 0.1)
         self.pipeline.prompts_over.append(self.world.time)
 
-    do_turns = do_group  # a gateway is an asyncio producer
+    do_turns = do_again = do_group  # a gateway is an asyncio producer, and nobody cancels a thread's call
 
     def do_later(self) -> None:
         """Another pause, in which heartbeats and heavy faults may come."""
@@ -231,7 +250,7 @@ class Asyncio(_Play):
             self.noted(group, result.codes)
             return
 
-    do_later = do_single = do_touch = do_score = do_bare = do_push
+    do_later = do_single = do_touch = do_score = do_unscored = do_bare = do_push
 
     async def do_many(self) -> None:
         """Tasks at once."""
@@ -261,6 +280,7 @@ class Asyncio(_Play):
     async def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
         self.world.moment()
         await asyncio.sleep(self.plays if seconds is None else seconds)
+        self.pipeline.look_at_played(group)
         code = await rollout.push(**self.columns(rollout.rollout_index))
         if rollout.rollout_index < group.size:
             self.noted(group, [code], rollout.rollout_index)
@@ -327,18 +347,28 @@ class Asyncio(_Play):
 
     async def do_groups(self) -> None:
         """Somebody waits for groups and is cancelled."""
-        task = asyncio.create_task(self._iterate())
+        self.life.leaves_open = True
+        await self._cancel(asyncio.create_task(self._iterate()))
+
+    do_cancel = do_groups
+
+    async def do_again(self) -> None:
+        """Two tasks begin a group, and one of them is cancelled: the other one plays it."""
+        group = self.pipeline.plan_group(self.prefix)
+        task = asyncio.create_task(self.producer.begin_group(2, group_id=group.id))
+        plays = asyncio.create_task(self._whole(group))
+        await self._cancel(task)
+        await plays
+
+    async def _cancel(self, task: asyncio.Task[Any]) -> None:
         draw = self.world.plan.choose(
             f"{self.prefix}/cancelled",
             lambda source: source.choice((1e-4, 2e-4, 4e-4, 6e-4, 1e-3, 0.01, 1.0)),
         )
         await asyncio.wait({task}, timeout=draw or 3e-4)
         task.cancel()
-        self.life.leaves_open = True
         with suppress(asyncio.CancelledError, StreamadvError):
             await task
-
-    do_cancel = do_groups
 
     async def _iterate(self) -> None:
         left = MOST_GROUPS

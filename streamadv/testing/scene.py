@@ -20,7 +20,7 @@ Place = tuple[str, int]
 
 OPERATIONS: Final = (
     "push", "push", "push", "single", "many", "group", "run", "groups", "slow", "fail", "cancel", "eval", "later",
-    "touch", "score", "bare", "turns",
+    "touch", "score", "unscored", "bare", "turns", "turns", "again",
 )  # fmt: skip
 
 
@@ -79,6 +79,8 @@ class Group:
     role: str = "train"
     scores: list[Acknowledged] = field(default_factory=list)
     """When its rewards had come, where its producer brings them."""
+    touches: list[Acknowledged] = field(default_factory=list)
+    """When its deadline was put off."""
     image: bool = False
     """Whether it was begun with the columns IMAGE."""
 
@@ -106,6 +108,8 @@ class Scene:
     scored: bool
     needs: bool
     """Whether the chain needs a column, so that groups without it become dead letters."""
+    is_narrow: bool
+    """Whether the run has room for eight rollouts of the greatest size, else for very many."""
     archive: bool
     """Whether the run keeps everything until it is archived."""
     prompts: int
@@ -113,6 +117,10 @@ class Scene:
     groupers: int
     successor_s: float
     """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
+    stops_after: int
+    """After how many batches the trainer ends the run, whatever is queued; 0 = never."""
+    stateless: bool
+    """Whether the trainer begins without a checkpoint's state, after the last commit."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
     calm_s: float
@@ -159,7 +167,8 @@ def draw_scene(world: World) -> Scene:
                 operations.append((place, *drawn))
         hands = pick(f"p{number}/hands", 1, 1, 2, 3)
         lingers = pick(f"p{number}/lingers", 0.0, 0.3, 3.0, 45.0, often=0.1)
-        ends = pick(f"p{number}/ends", "finish", "finish", "close")
+        serves = ("serve",) if kind == "asyncio" else ()  # as a gateway does, for which the run does not wait
+        ends = pick(f"p{number}/ends", "finish", "finish", "close", *serves)
         plays = pick(f"p{number}/plays", 0.0, 0.2, 3.0, 6.0)
         producers.append(
             {"kind": kind, "hands": [operations[hand::hands] for hand in range(hands)]}
@@ -170,21 +179,24 @@ def draw_scene(world: World) -> Scene:
     return Scene(
         producers,
         trainer_late_s=pick("trainer_late_s", 0.0, 0.0, 4.0),
-        ranks=pick("ranks", 1, 2, often=2 * FEATURE),
+        ranks=pick("ranks", 1, 2, often=3 * FEATURE),
         batch_groups=pick("batch_groups", 2, 1),
         max_staleness=pick("max_staleness", -1, 1, 1, 2),
         deadline_s=pick("deadline_s", 20.0, *((120.0, 4.0) if is_large else (12.0, 12.0, 4.0))),
         save_every=pick("save_every", 1, 2, 3),
         prefetch=pick("prefetch", 1, 0),
         each_batch=pick("each_batch", False, True),
-        workers=pick("workers", 1, 2, often=FEATURE),
+        workers=pick("workers", 1, 2, often=2 * FEATURE),
         redundancy=pick("redundancy", 0, 1, often=2 * FEATURE),
-        scored=pick("scored", False, True, often=2 * FEATURE),
+        scored=pick("scored", False, True, often=3 * FEATURE),
         needs=pick("needs", False, True, often=2 * FEATURE),
         folder=pick("folder", False, True, often=4 * FEATURE),
-        archive=pick("archive", False, True, often=FEATURE),
+        is_narrow=pick("is_narrow", False, True, often=2 * FEATURE),
+        archive=pick("archive", False, True, often=2 * FEATURE),
         prompts=pick("prompts", 0, 5, often=4 * FEATURE),
-        groupers=pick("groupers", 1, 2, often=2 * FEATURE),
-        successor_s=pick("successor_s", 0.0, 6.0, 12.0, 25.0, often=2 * FEATURE),
+        groupers=pick("groupers", 1, 2, often=3 * FEATURE),
+        successor_s=pick("successor_s", 0.0, 6.0, 12.0, 25.0, often=3 * FEATURE),
+        stops_after=pick("stops_after", 0, 1, 3, often=FEATURE),
+        stateless=pick("stateless", False, True, often=3 * FEATURE),
         calm_s=pick("calm_s", 60.0, *(() if is_large else (10.0, 20.0, 20.0, 30.0))),
     )

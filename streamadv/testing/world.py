@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Self
 
 from .. import clock, doors
@@ -54,6 +55,12 @@ MODES: Final = (
     ("crash", "kill", "die", "pause"),
     KINDS,
 )
+#: How often a connection that has broken breaks again at the next request of its process.
+BREAKS_AGAIN: Final = 0.25
+#: What may follow the death of a server, or a jump of its clock, how many seconds later, and how often something does.
+FOLLOWERS: Final = ("crash", "refuse", "jump", "kill", "pause", "pause")
+FOLLOWS_S: Final = (0.0, 0.0, 0.5, 2.0, 6.0, 11.0)
+FOLLOWS: Final = 0.4
 _SECONDS: Final = (0.002, 0.01, 0.05, 0.2, 0.6, 1.5, 4.0, 12.0)
 
 
@@ -94,6 +101,7 @@ class World(wire.Network):
         self.refused_until = -math.inf
         """Until when it refused all or all writes."""
         self.is_over = False
+        self._troubles = 0
         self._trace = hashlib.blake2b(digest_size=8)
         self._waiting: dict[bytes, list[Callable[[], object]]] = {}
         self._names = random.Random(0)
@@ -101,6 +109,7 @@ class World(wire.Network):
         mode = source.choice(MODES)
         self._rates = _rates(source, [kind for kind in faults if kind in mode])
         self._moments = [kind for kind in faults if kind in mode and kind in ("crash", "kill", "cut")]
+        self._followers = [kind for kind in FOLLOWERS if kind in faults]
         self._moment_rate = source.choice((0.0, 0.03, 0.1, 0.2)) if self._moments else 0.0
 
     @property
@@ -199,7 +208,8 @@ class World(wire.Network):
         if self.is_calm:
             return ()
         chosen, process.due = process.due, ()
-        chosen = chosen or self.plan.choose(label, self._draw) or ()
+        chosen = chosen or self.plan.choose(label, partial(self._draw, process)) or ()
+        process.breaks = chosen[0] if chosen and chosen[0] in ("cut", "lost") else ""
         if chosen:
             seconds = chosen[1] if chosen[0] in ("slow", "late", "pause") else 0.0
             times_out = chosen[0] in ("slow", "late") and seconds >= SOCKET_TIMEOUT
@@ -230,7 +240,9 @@ class World(wire.Network):
 
         self.at(self.time + seconds, befall)
 
-    def _draw(self, source: random.Random) -> Any:
+    def _draw(self, process: Process, source: random.Random) -> Any:
+        if process.breaks and source.random() < BREAKS_AGAIN:
+            return [process.breaks]
         at = source.random()
         for kind, rate in self._rates.items():
             at -= rate
@@ -263,6 +275,7 @@ class World(wire.Network):
             case "jump":
                 self.server.offset += given[0]
                 self.jumps.append((self.time, given[0]))
+                self._follow()
             case "pause":
                 self._pause(process, given[0])
             case "set":
@@ -279,6 +292,29 @@ class World(wire.Network):
         self.outages.append((self.time, self.time + down_s))
         self.disturbed_until = max(self.disturbed_until, self.time + down_s)
         self.at(self.time + down_s, lambda: setattr(self.server, "is_up", True))
+        self._follow()
+
+    def _follow(self) -> None:
+        """Trouble seldom comes alone: something else befalls a process, or the server, soon after."""
+        self._troubles += 1
+
+        def draw(source: random.Random) -> Any:
+            alive = [process.name for process in self.processes if not process.dead]
+            if not (self._followers and alive) or source.random() >= FOLLOWS:
+                return None
+            fault = _drawn(source.choice(self._followers), source)
+            return [source.choice(FOLLOWS_S), source.choice(alive), *fault]
+
+        if self.is_calm or not (chosen := self.plan.choose(f"trouble{self._troubles}/then", draw)):
+            return
+        seconds, name, *fault = chosen
+
+        def befall() -> None:
+            for process in self.processes:
+                if process.name == name and not (process.dead or self.is_calm):
+                    self.befall(process, fault, after=fault[0] == "crash")
+
+        self.at(self.time + seconds, befall)
 
     def refuse(self, what: str, seconds: float) -> None:
         """The server answers with this error for a while."""
@@ -369,7 +405,7 @@ def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
         if kind in ("slow", "late"):
             rates[kind] = source.choice((0.0, 0.0, 0.02, 0.1, 0.3))
         elif kind in ("jump", "set"):
-            rates[kind] = source.choice((0.0,) * 5 + (0.001, 0.003))
+            rates[kind] = source.choice((0.0,) * 4 + (0.001, 0.003))
         else:
             rates[kind] = source.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
     return rates

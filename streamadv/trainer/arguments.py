@@ -10,6 +10,7 @@ from typing import Any, Final
 from ..batch.progress import STATE_FORMAT
 from ..errors import SettingError
 from ..messages import brief
+from ..prompts.spec import is_number
 
 MAX_URI_CHARS: Final = 2048
 MAY_BE_NONE: Final = frozenset(
@@ -71,8 +72,7 @@ def check_quotas(quotas: object) -> dict[str, float]:
     if not isinstance(quotas, Mapping) or not quotas:
         raise SettingError(f"quotas is {brief(quotas)}, needs a mapping of data sources to weights, or None")
     for source, weight in quotas.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not isinstance(source, str) or not (is_number and 0 < weight < math.inf):
+        if not isinstance(source, str) or not is_number(weight) or weight <= 0:
             raise SettingError(f"quotas[{brief(source)}] is {brief(weight)}, needs a number above 0")
     return {source: float(weight) for source, weight in quotas.items()}
 

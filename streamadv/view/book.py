@@ -184,14 +184,14 @@ class _Kept:
     def read(self, seconds: float) -> None:
         """Those that are new, then older ones for so long; and forget those that the run has forgotten."""
         until = clock.now() + seconds
-        if self._ends is not None:
+        if self._ends is None:
+            self.is_whole = False  # nothing was there; something may be now
+        else:
             newest = self._ends[1]
             pages = kept_pages(self._shard, begin=newest)
             page = next(pages, [])
-            if (
-                not page or page[0].entry != newest
-            ):  # the server has lost it, or all that was read is forgotten
-                self._forget()
+            if not page or page[0].entry != newest:
+                self._forget()  # the server has lost it, or forgotten all that was read
             for new in chain([page[1:]], pages) if self._ends else ():
                 self._add(new)
         while not self.is_whole:

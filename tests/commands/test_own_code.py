@@ -111,6 +111,7 @@ def test_an_imported_estimator_computes_and_is_shown(folder: Path, recorded: Pat
     assert "mine" in out
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_an_entry_point_brings_an_estimator(folder: Path, recorded: Path) -> None:
     info = folder / "mine-1.0.dist-info"
@@ -182,6 +183,7 @@ def name_batch(
     return queue
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_worker_leaves_a_chain_that_it_does_not_know(
     redis_url: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch

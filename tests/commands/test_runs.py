@@ -110,6 +110,7 @@ def test_a_budget_above_the_servers_memory_is_refused_before_it_is_written(
         assert join(small.url, run).manifest.max_bytes == 40 << 20
 
 
+@pytest.mark.release
 @pytest.mark.server
 def test_a_server_that_may_lose_data_is_told_of(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     policy = {"maxmemory-policy": "allkeys-lru"}

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from streamadv.producer import Producer
+from tests.support import some_of
 
 pytestmark = [pytest.mark.server]
 
@@ -54,6 +55,7 @@ def spans_in(output: Path) -> list[dict[str, Any]]:
     return spans
 
 
+@pytest.mark.release
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_trace_goes_through_all_processes(
@@ -144,7 +146,9 @@ def test_what_is_missing_is_one_line(code: str, variables: dict[str, str], expec
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("variables", [{}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_SDK_DISABLED": "true"}])
+@pytest.mark.parametrize(
+    "variables", some_of([{}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_SDK_DISABLED": "true"}], 3)
+)
 def test_unasked_nothing_is_imported(variables: dict[str, str]) -> None:
     code = "import atexit; atexit.register(lambda: print('opentelemetry.sdk.trace.export' in sys.modules))"
     assert run_streamadv(code, *NO_SERVER, **variables).stdout.strip() == "False"

@@ -58,6 +58,7 @@ def up(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             pipe.close()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_file_goes_through_all_stages_of_a_run_with_settings(
@@ -159,6 +160,7 @@ with sa.Producer(sa.redis_url(), run) as producer:
 """
 
 
+@pytest.mark.release
 @linux
 @pytest.mark.slow
 @pytest.mark.processes

@@ -236,6 +236,21 @@ def test_many_kept_groups_are_read_by_and_by_the_newest_first(
         assert ask(address, f"/group?id={newest[-1]}").status == 200
 
 
+def test_a_page_that_was_there_before_any_kept_group_shows_them(
+    redis_url: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(book, "FRESH_S", 0.0)
+    monkeypatch.setattr(book, "PATIENCE", 0.0)
+    with (
+        Lab(redis_url, run, make_tokenizer(tmp_path)).working() as lab,
+        serving(redis_url, run, port=0) as page,
+    ):
+        assert opened(ask(page, "/groups?where=kept").text) == set()
+        lab.tell()
+        kept = {group.group_id for group in seen.read_groups_at(lab.run, "kept")}
+        assert opened(ask(page, "/groups?where=kept").text) == kept != set()
+
+
 def test_what_the_server_has_lost_or_forgotten_is_no_longer_shown(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

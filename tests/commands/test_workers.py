@@ -45,6 +45,7 @@ def later(port: int) -> Iterator[EmbeddedServer]:
     server.close()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_workers_wait_for_the_server_work_and_stop(
     later: EmbeddedServer, port: int, run: str, tmp_path: Path

@@ -47,12 +47,10 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
         "pip install 'streamadv[gateway]'": "needs engines; tests/gateway plays with the same commands",
         GATEWAY_RUN: "needs the gateway of the block before",
     },
-    "docs/operate/compose.md": {
+    "docs/operate/server.md": {
         "sh secrets.sh exp1        # once: passwords and users of run exp1, in secrets/": "needs Docker",
         "export STREAMADV_REDIS_URL=redis://streamadv-producer@127.0.0.1:6379/0 STREAMADV_RUN=exp1 \\": "the same",
         "docker compose --profile core run --rm grouper runs create --max-bytes 1gb": "the same",
-    },
-    "docs/operate/kubernetes.md": {
         "helm upgrade --install exp1 deploy/helm/streamadv --namespace rl --values values.yaml": "needs a cluster",
         "sh deploy/secrets.sh exp1        # passwords, and users.acl with a user for each role": "the same",
         "kubectl -n rl exec deploy/exp1-streamadv-grouper -- streamadv status": "the same",
@@ -77,7 +75,7 @@ STORIES: Final = [
     if any(block.runs and block.first_line not in NOT_RUN.get(page, {}) for block in blocks_of(page))
 ]
 #: What a new user reads first: `make test` runs these.
-FIRST: Final = ("README.md", "docs/produce/producers.md", "docs/train/resume.md")
+FIRST: Final = ("README.md", "docs/produce/producers.md")
 LIMIT_S: Final = 400.0
 
 

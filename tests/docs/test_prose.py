@@ -32,7 +32,7 @@ END: Final = re.compile(r"(?<=[.:?!])\s+(?=[A-Z`*(\[])|\n\n|\n(?=[-|#] ?)|\n(?=\
 
 def prose(text: str) -> str:
     """The running text of a page: without code, tables and the targets of links."""
-    text = re.sub(r"<!--.*?-->|^\|.*$", "", FENCE.sub("", text), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--(?s:.*?)-->|^\|.*$", "", FENCE.sub("", text), flags=re.MULTILINE)
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]*`", "`x`", text))
 
 
@@ -58,6 +58,7 @@ def faults(text: str) -> list[str]:
         "It takes what is none of these.",
         "Groups with so many usable members are trained on.",
         " ".join(["word"] * 41) + ".",
+        "| a | table |\n\nWhoever reads on stops here.",
     ],
 )
 def test_what_stops_a_reader_is_found(text: str) -> None:

@@ -159,6 +159,7 @@ def test_streams_of_a_run() -> None:
         assert run.connection.scripts.xlen(run.keys.home.groups) == 0, number
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_hashes_of_open_groups() -> None:
     """Slot maps, packets and the rest, damaged while members are to come: the group ends, others do not notice."""

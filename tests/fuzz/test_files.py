@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -56,6 +57,7 @@ def test_lines() -> None:
             assert parse_trajectory(trajectory.to_json()).to_json() == trajectory.to_json(), line
 
 
+@pytest.mark.release
 @seed(SEED)
 @settings(
     max_examples=len(cases("files")), deadline=None, database=None, suppress_health_check=list(HealthCheck)

@@ -209,6 +209,7 @@ def work(run: Run, judge: Scorer, queue: TrainerQueue) -> None:
     audit(run)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_all_that_a_producer_may_write(redis_url: str, run: str) -> None:
     for number in cases("a producer's rights"):

@@ -20,6 +20,7 @@ from streamadv.run import open_run
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, free_port
+from tests.support import some_of
 from tests.unit.integrations.fake_engine import END, ROLES, FakeEngine, serving
 
 from .engine import Engine, talkative
@@ -100,7 +101,7 @@ async def play(
     return heard
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", some_of([signal.SIGKILL, signal.SIGTERM], 2))
 async def test_turns_outlive_their_gateway(redis_url: str, run: str, number: int) -> None:
     async def stop(process: Process) -> None:
         status = await process.stop(number)
@@ -110,7 +111,7 @@ async def test_turns_outlive_their_gateway(redis_url: str, run: str, number: int
     await check_kills(redis_url, run, stop)
 
 
-@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("forgets", some_of([False, True], 2))
 async def test_turns_outlive_the_server(tmp_path: Path, run: str, forgets: bool) -> None:
     """One that forgets is told them again by the gateway."""
     with EmbeddedServer(None if forgets else tmp_path / "data", appendfsync="always") as server:
@@ -123,6 +124,7 @@ async def test_turns_outlive_the_server(tmp_path: Path, run: str, forgets: bool)
         await check_kills(server.url, run, stop, ends_last=forgets)
 
 
+@pytest.mark.release
 async def test_turns_outlive_server_and_gateway_at_once(tmp_path: Path, run: str) -> None:
     with EmbeddedServer(tmp_path / "data", appendfsync="always") as server:
 
@@ -135,6 +137,7 @@ async def test_turns_outlive_server_and_gateway_at_once(tmp_path: Path, run: str
         await check_kills(server.url, run, stop)
 
 
+@pytest.mark.release
 async def test_turns_outlive_their_engine(redis_url: str, run: str) -> None:
     """It dies in the middle of answers: nothing of them counts."""
 

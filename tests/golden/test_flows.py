@@ -128,6 +128,7 @@ def test_agentic(
     compare(rollouts, config, want, rollouts.mask[:, 1:] != 0)
 
 
+@pytest.mark.release
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -220,7 +220,7 @@ def test_every_alert_has_a_summary_and_an_entry_in_the_runbooks() -> None:
         assert rule["annotations"]["summary"]
 
 
-@pytest.mark.parametrize("page", ["reference/alerts.md", "operate/monitoring.md"])
+@pytest.mark.parametrize("page", ["reference/alerts.md", "operate/troubleshooting.md"])
 def test_pages_name_panels_and_boards_that_exist(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     names = {" ".join(name.split()) for name in re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", text)}

@@ -26,7 +26,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     # Prompts
     "an end of an older try of a prompt counts": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "if it.now then return it.try >= it.now, it.failures end", "if it.now then return true, it.failures end"
+        f"{LUA}/prompts/end_prompts.lua", "if it.now then return it.of.try >= it.now, it.failures end", "if it.now then return true, it.failures end"
     ),
     "a prompt that has ended stays in play": Mutant(
         f"{LUA}/prompts/end_prompts.lua", "change(it.item, not is_begun(it) and 'ended')", "change(it.item, entries[it.item])"
@@ -375,8 +375,8 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "the archive writes again what its files have": Mutant(
         "streamadv/archive/follow.py",
-        "later = [file for file in files if file.last > begin] or files[-1:]",
-        "later = []",
+        "later = [file for file in files if file.last > begin]",
+        "later, files = [], []",
     ),
     "a dropped group is not kept": Mutant(
         f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"

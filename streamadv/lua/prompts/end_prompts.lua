@@ -3,9 +3,10 @@
 -- lost its last writes may hear of a prompt that it has not begun, or of a later try.
 -- KEYS  void, prompt_state, prompt_entries, prompt_again, prompt_given_up, prompt_solved
 -- ARGV  retries; shard, last entry of its ends that the caller had known, and the last one here; 'check' (take them only if
---       the run had known just as much) or 'repeat'; after how many epochs solved prompts are skipped, 0 = never; then of each
---       end '<prompt> <try> <epoch> <outcome>', and where solved prompts are skipped ' <its number among the prompts of all
---       sources> <1 if all its rewards are the best, else 0>'
+--       the run had known just as much) or 'repeat'; after how many epochs solved prompts are skipped, 0 = never; then of
+--       ends that follow one another and share these: '<number of the source> <epoch> <try> <outcome>', and of each of them
+--       ' <position>', and where solved prompts are skipped '/<its number among the prompts of all sources>/<1 if all its
+--       rewards are the best, else 0>'
 -- Returns  the last entry known: another one than the caller's if nothing was changed
 -- include prompts
 -- include prompt_state
@@ -24,11 +25,15 @@ if ARGV[4] ~= ARGV[3] then redis.call('HSET', keys.prompt_state, cursor, ARGV[4]
 local entries, changed, counts, next_of = {}, {}, {}, {}
 local ends, items = {}, {}
 for i = 7, #ARGV do
-  local item, source, position, try, epoch, outcome, number, is_solved =
-    string.match(ARGV[i], '^((%d+) (%d+)) (%d+) (%d+) (%S+) ?(%d*) ?(%d*)$')
-  items[#items + 1] = item
-  ends[#ends + 1] = {item = item, source = source, position = tonumber(position), try = tonumber(try), epoch = epoch,
-    outcome = outcome, number = tonumber(number), is_solved = is_solved == '1'}
+  local source, epoch, try, outcome, places = string.match(ARGV[i], '^(%d+) (%d+) (%d+) (%S+)(.*)$')
+  next_of[source] = next_of[source] or number_of('next:' .. source)
+  local alike = {next = next_of[source], try = tonumber(try), outcome = outcome,
+    counter = ' ' .. source .. ' ' .. epoch}
+  for position, number, solved in string.gmatch(places, ' (%d+)/?(%d*)/?(%d?)') do
+    items[#items + 1] = source .. ' ' .. position
+    ends[#ends + 1] = {item = items[#items], position = tonumber(position), of = alike, number = tonumber(number),
+      is_solved = solved == '1'}
+  end
 end
 if #items == 0 then return ARGV[4] end
 for i, entry in ipairs(redis.call('HMGET', keys.prompt_entries, unpack(items))) do entries[items[i]] = entry end
@@ -37,13 +42,10 @@ local base = number_of('base')
 local function change(item, entry) entries[item], changed[item] = entry, true end
 
 -- Whether the prompt is below `next` of its source.
-local function is_begun(it)
-  next_of[it.source] = next_of[it.source] or number_of('next:' .. it.source)
-  return it.position < next_of[it.source]
-end
+local function is_begun(it) return it.position < it.of.next end
 
 local function count_up(what, it, by)
-  local counter = what .. ' ' .. it.source .. ' ' .. it.epoch
+  local counter = what .. it.of.counter
   counts[counter] = (counts[counter] or 0) + by
 end
 
@@ -54,9 +56,9 @@ local function finish(it, what)
 end
 
 local function give_up(it)
-  finish(it, 'given_up:' .. it.outcome)
+  finish(it, 'given_up:' .. it.of.outcome)
   local order = redis.call('HINCRBY', keys.prompt_state, 'given_up', 1)
-  redis.call('ZADD', keys.prompt_given_up, whole(order), it.item .. ' ' .. whole(it.try) .. ' ' .. it.outcome)
+  redis.call('ZADD', keys.prompt_given_up, whole(order), it.item .. ' ' .. whole(it.of.try) .. ' ' .. it.of.outcome)
   if redis.call('ZCARD', keys.prompt_given_up) > GIVEN_UP_KEPT then
     redis.call('ZREM', keys.prompt_given_up, redis.call('ZRANGE', keys.prompt_given_up, 0, 0)[1])
   end
@@ -66,12 +68,13 @@ local function put(item, try, failures, nonce) change(item, whole(try) .. ' ' ..
 
 -- An operator has put a dead group back: its try is in play again, unless another one is.
 local function take_back(it)
-  if it.now == it.try + 1 and it.nonce == NOBODY then
+  local try = it.of.try
+  if it.now == try + 1 and it.nonce == NOBODY then
     redis.call('ZREM', keys.prompt_again, it.item)
     count_up('again:dead', it, -1)
-    put(it.item, it.try, math.max(0, it.failures - 1), GONE)
-  elseif not it.now and redis.call('ZREM', keys.prompt_given_up, it.item .. ' ' .. whole(it.try) .. ' dead') == 1 then
-    put(it.item, it.try, retries, GONE)
+    put(it.item, try, math.max(0, it.failures - 1), GONE)
+  elseif not it.now and redis.call('ZREM', keys.prompt_given_up, it.item .. ' ' .. whole(try) .. ' dead') == 1 then
+    put(it.item, try, retries, GONE)
     count_up('given_up:dead', it, -1)
   end
 end
@@ -80,13 +83,14 @@ end
 local function tries_of(it)
   local now, failures, nonce = string.match(entries[it.item] or '', '^(%d+) (%d+) (%S+)')
   it.now, it.failures, it.nonce = tonumber(now or ''), tonumber(failures or ''), nonce
-  if it.now then return it.try >= it.now, it.failures end
-  return not (entries[it.item] or is_begun(it)) and it.try >= base, it.try - base
+  if it.now then return it.of.try >= it.now, it.failures end
+  return not (entries[it.item] or is_begun(it)) and it.of.try >= base, it.of.try - base
 end
 
 for _, it in ipairs(ends) do
   local counted, failures = tries_of(it)
-  local outcome, is_fault = it.outcome, not NO_FAULT[it.outcome]
+  local outcome, try = it.of.outcome, it.of.try
+  local is_fault = not NO_FAULT[outcome]
   if outcome == 'requeued' then
     take_back(it)
   elseif not counted then
@@ -97,9 +101,9 @@ for _, it in ipairs(ends) do
   elseif failures >= retries and is_fault then
     give_up(it)
   else
-    put(it.item, it.try + 1, failures + (is_fault and 1 or 0), NOBODY)
+    put(it.item, try + 1, failures + (is_fault and 1 or 0), NOBODY)
     redis.call('ZADD', keys.prompt_again, whole(it.position), it.item)
-    note_try(it.try + 1)
+    note_try(try + 1)
     count_up('again:' .. outcome, it, 1)
   end
 end

@@ -297,6 +297,33 @@ def test_a_server_that_has_gone_back_loses_and_doubles_nothing(
     assert {group_id for group_id, _ in archived(tmp_path)} == {"a0", "a1", "b0", "b1", "c"}
 
 
+def test_a_lost_group_that_ends_again_much_later_is_not_doubled(
+    redis_url: str, run: str, tmp_path: Path
+) -> None:
+    """Its producer was paused, and the archive has finished other files meanwhile."""
+    joined = archived_run(redis_url, run)
+    key, scripts = joined.home.keys, joined.connection.scripts
+    with producing(redis_url, run) as producer, archiving(joined, tmp_path) as archive:
+        push_dropped(producer, 1, "lost")
+        group_all(joined)
+        archive.look()
+        archive.finish()
+        [(_, lost)] = scripts.xrange(key.kept)
+        scripts.hdel(key.trainer, "archived")  # the server comes back without its last writes
+        scripts.delete(key.kept)
+        for name in "ab":
+            push_dropped(producer, 1, name)
+            group_all(joined)
+            while archive.look():
+                pass
+            archive.finish()
+        scripts.xadd(key.kept, lost)
+        while archive.look():
+            pass
+        archive.finish()
+    assert {group_id for group_id, _ in archived(tmp_path)} == {"lost0", "a0", "b0"}
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_what_a_server_keeps_before_the_mark_is_archived(
     redis_url: str, run: str, tmp_path: Path, restarts: bool

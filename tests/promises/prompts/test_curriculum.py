@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamadv as sa
@@ -168,6 +169,23 @@ def test_a_source_of_weight_0_comes_after_the_others(redis_url: str, run: str) -
         sources = [source_of(next(groups)[1]) for _ in range(12)]
     assert Counter(sources) == {"a": 4, "b": 8}
     assert sources[6:] == [*"bbbb", *"aa"]
+
+
+def test_numbers_of_numpy_are_weights(redis_url: str, run: str) -> None:
+    given = sa.Prompts(
+        {"a": range(2), "b": range(8)},
+        epochs=2,
+        weights={"a": np.float32(0.5), "b": np.int64(1)},
+        best_reward=np.float32(1),  # type: ignore[arg-type]
+        select=lambda _: {"a": np.float32(0), "b": np.float64(1)},
+    )
+    with sa.Producer(redis_url, run) as producer:
+        groups = producer.prompts(given, SIZE)
+        sources = [source_of(next(groups)[1]) for _ in range(16)]
+    assert sources[:6] == ["b", "a", "b", "b", "a", "b"]
+    assert sources[10:] == ["b"] * 6
+    with sa.TrainerQueue(redis_url, run, batch_groups=2, max_staleness=8, quotas={"a": np.float32(1)}):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 
+from streamadv import Prompts
 from streamadv.run import Run
 from streamadv.status import read_shards, read_status, shard
 from streamadv.status.audit import audit, delete_run
@@ -220,6 +222,16 @@ def test_deleting_a_run_leaves_nothing(busy: Run) -> None:
     group_all(busy)
     assert delete_run(busy) > 10
     assert busy.connection.scripts.keys("*") in ([], [b"streamadv:runs"])
+
+
+def test_a_run_made_anew_plays_all_prompts_again(fake: Connection) -> None:
+    for _ in range(2):
+        with producing(fake, "r") as producer:
+            groups = producer.prompts(Prompts(["a", "b", "c"], shuffle=None), size=1)
+            assert [prompt for prompt, _ in islice(groups, 2)] == ["a", "b"]
+            groups.close()
+        delete_run(join(fake, "r"))
+        assert fake.scripts.keys("*") in ([], [b"streamadv:runs"])
 
 
 def test_producers_that_are_silent_are_lost(fake: Connection) -> None:

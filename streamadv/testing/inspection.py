@@ -1,0 +1,118 @@
+"""Looks at the server in the middle of a schedule, between two scripts, without a step of the world."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import hiredis
+
+from .. import doors
+from ..run import find_run
+from ..status import problems_of, read_shards
+from ..status.audit import audit
+from ..store.connection import Connection
+from ..store.keys import manifest_key
+from .server import Server, Session, encode
+from .wire import URL
+from .wire import Connection as WorldConnection
+
+#: Keys of the shard that a run of a world has.
+SHARD: Final = b"{r:0:0}:"
+
+
+def problems(server: Server, run: str) -> Iterator[str]:
+    """What does not add up. Nothing while the server does not answer, or the run is not there yet."""
+    if not server.is_up or server.refusal or manifest_key(run).encode() not in server.store.data:
+        return
+    with _at_once(server) as connection:
+        joined = find_run(connection, run)
+        for shard in read_shards(joined):
+            yield from problems_of(shard)
+        yield from audit(joined).problems
+    yield from problems_of_groups(server)
+
+
+def problems_of_groups(server: Server) -> Iterator[str]:
+    """Pushes that were counted and fill no slot, and groups that are complete and open."""
+    data = server.store.data
+    slots = {name: data.get(SHARD + b"group:" + name, {}) for name in data.get(SHARD + b"open", {})}
+    pushed = sum(len(group.get(b"slots", b"").replace(b".", b"")) for group in slots.values())
+    for kind in (b"ended", b"ended_before"):
+        pushed += sum(len(digits) - 1 - digits.count(b"0") for digits in data.get(SHARD + kind, {}).values())
+    counted = int(data.get(SHARD + b"ledger", {}).get(b"pushed", b"0"))
+    if counted != pushed:
+        yield f"{counted} trajectories are counted as pushed, {pushed} slots were filled"
+    for name, group in slots.items():
+        if _is_complete(group):
+            yield f"group {name.decode()} has all its members, and is open: {group[b'slots'].decode()}"
+
+
+def _is_complete(group: Mapping[bytes, bytes]) -> bool:
+    letters, head = Counter(group.get(b"slots", b"")), group.get(b"head", b"").split(b" ")
+    lacks_columns = b"columns" in group and b" " not in group[b"columns"]
+    if not letters or len(head) < 2 or lacks_columns:
+        return False
+    usable, unusable = letters[ord("u")], letters[ord("x")]
+    return usable >= int(head[1]) or usable + unusable == letters.total()
+
+
+@contextmanager
+def _at_once(server: Server) -> Iterator[Connection]:
+    """A connection whose requests take no time."""
+
+    class Here(WorldConnection):
+        def connect(self) -> None:
+            if self._sock is None:
+                self._sock = _Socket(server)
+                self._parser.on_connect(self)
+
+    before = doors.client_options["connection_class"]
+    doors.client_options["connection_class"] = Here
+    try:
+        yield Connection(URL)
+    finally:
+        doors.client_options["connection_class"] = before
+
+
+class _Socket:
+    """What production code does with a socket."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._session = Session(server.generation)
+        self._requests = hiredis.Reader()
+        self._replies = b""
+
+    def sendmsg(self, pieces: Sequence[Any]) -> int:
+        data = b"".join(pieces)
+        self.sendall(data)
+        return len(data)
+
+    def sendall(self, data: Any) -> None:
+        self._requests.feed(bytes(data))
+        replies: list[bytes] = []
+        while (command := self._requests.gets()) is not False:
+            encode(self._server.execute(self._session, command), replies)
+        self._replies += b"".join(replies)
+
+    def recv_into(self, place: Any, size: int = 0) -> int:
+        view = memoryview(place).cast("B")
+        data, self._replies = self._replies[: len(view)], self._replies[len(view) :]
+        view[: len(data)] = data
+        return len(data)
+
+    def recv(self, size: int) -> bytes:
+        data, self._replies = self._replies[:size], self._replies[size:]
+        return data
+
+    def has_news(self) -> bool:
+        return bool(self._replies)
+
+    def settimeout(self, timeout: float | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
