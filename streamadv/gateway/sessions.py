@@ -36,8 +36,9 @@ TOKEN_BYTES: Final = 13
 HEADER_BYTES: Final = 512
 #: Seconds that a turn waits for the server; then the client asks again.
 STORE_S: Final = 30.0
-#: How many rollouts that have ended are remembered, for clients that ask again.
-REMEMBERED: Final = 65536
+#: How many rollouts that have ended are remembered, for clients that ask again; of the others the server knows that
+#: they have ended.
+REMEMBERED: Final = 8192
 SWEEP_S: Final = 0.5
 
 

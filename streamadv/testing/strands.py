@@ -44,6 +44,8 @@ class Process:
         """When it was killed."""
         self.paused_until = 0.0
         self.moments = 0  # see `World.moment`
+        self.breaks = ""
+        """How its last request broke the connection: cut, lost, or not at all."""
         self.due: Sequence[Any] = ()
         """What is to befall its next request."""
         self.asked = 0.0

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Self
 
 from .. import clock, doors
@@ -54,7 +55,9 @@ MODES: Final = (
     ("crash", "kill", "die", "pause"),
     KINDS,
 )
-#: What may follow the death of a server, how many seconds later, and how often something does.
+#: How often a connection that has broken breaks again at the next request of its process.
+BREAKS_AGAIN: Final = 0.25
+#: What may follow the death of a server, or a jump of its clock, how many seconds later, and how often something does.
 FOLLOWERS: Final = ("crash", "refuse", "jump", "kill", "pause", "pause")
 FOLLOWS_S: Final = (0.0, 0.0, 0.5, 2.0, 6.0, 11.0)
 FOLLOWS: Final = 0.4
@@ -98,7 +101,7 @@ class World(wire.Network):
         self.refused_until = -math.inf
         """Until when it refused all or all writes."""
         self.is_over = False
-        self._crashes = 0
+        self._troubles = 0
         self._trace = hashlib.blake2b(digest_size=8)
         self._waiting: dict[bytes, list[Callable[[], object]]] = {}
         self._names = random.Random(0)
@@ -205,7 +208,8 @@ class World(wire.Network):
         if self.is_calm:
             return ()
         chosen, process.due = process.due, ()
-        chosen = chosen or self.plan.choose(label, self._draw) or ()
+        chosen = chosen or self.plan.choose(label, partial(self._draw, process)) or ()
+        process.breaks = chosen[0] if chosen and chosen[0] in ("cut", "lost") else ""
         if chosen:
             seconds = chosen[1] if chosen[0] in ("slow", "late", "pause") else 0.0
             times_out = chosen[0] in ("slow", "late") and seconds >= SOCKET_TIMEOUT
@@ -236,7 +240,9 @@ class World(wire.Network):
 
         self.at(self.time + seconds, befall)
 
-    def _draw(self, source: random.Random) -> Any:
+    def _draw(self, process: Process, source: random.Random) -> Any:
+        if process.breaks and source.random() < BREAKS_AGAIN:
+            return [process.breaks]
         at = source.random()
         for kind, rate in self._rates.items():
             at -= rate
@@ -269,6 +275,7 @@ class World(wire.Network):
             case "jump":
                 self.server.offset += given[0]
                 self.jumps.append((self.time, given[0]))
+                self._follow()
             case "pause":
                 self._pause(process, given[0])
             case "set":
@@ -288,8 +295,8 @@ class World(wire.Network):
         self._follow()
 
     def _follow(self) -> None:
-        """Trouble seldom comes alone: something else befalls a process, or the server, soon after its death."""
-        self._crashes += 1
+        """Trouble seldom comes alone: something else befalls a process, or the server, soon after."""
+        self._troubles += 1
 
         def draw(source: random.Random) -> Any:
             alive = [process.name for process in self.processes if not process.dead]
@@ -298,7 +305,7 @@ class World(wire.Network):
             fault = _drawn(source.choice(self._followers), source)
             return [source.choice(FOLLOWS_S), source.choice(alive), *fault]
 
-        if self.is_calm or not (chosen := self.plan.choose(f"crash{self._crashes}/then", draw)):
+        if self.is_calm or not (chosen := self.plan.choose(f"trouble{self._troubles}/then", draw)):
             return
         seconds, name, *fault = chosen
 

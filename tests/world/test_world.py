@@ -16,6 +16,7 @@ from streamadv import clock, doors
 from streamadv.store.connection import Connection
 from streamadv.testing import URL, World
 from streamadv.testing import __main__ as command
+from streamadv.testing.inspection import problems
 from streamadv.testing.judge import run_schedule
 from streamadv.testing.plan import cut_down
 from streamadv.testing.strands import Stuck
@@ -161,6 +162,34 @@ def test_a_server_loses_its_last_writes_and_no_others() -> None:
         before = len(world.server.store.data[b"{r:0:0}:rollouts"].ids)
         world.crash(0.35, 1.0)
         assert 0 < before - len(world.server.store.data[b"{r:0:0}:rollouts"].ids) <= 4
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "value", "said"),
+    [
+        (b"ledger", b"pushed", b"99", "99 trajectories are counted as pushed"),
+        (b"group:g0", b"slots", b"uu", "group g0 has all its members, and is open"),
+    ],
+)
+def test_a_look_in_between_finds_what_does_not_add_up(
+    key: bytes, field: bytes, value: bytes, said: str
+) -> None:
+    acknowledged: list[str] = []
+    with World(0, faults=()) as world:
+        world.start("p", _push(world, acknowledged, 1))
+        world.run(lambda: len(acknowledged) == 1)
+        assert list(problems(world.server, "r")) == []
+        world.server.store.data[b"{r:0:0}:" + key][field] = value
+        assert any(said in text for text in problems(world.server, "r"))
+
+
+def test_trouble_follows_the_death_of_a_server() -> None:
+    with World(0) as world:
+        process = world.start("p", lambda: world.sleep(60.0))
+        for second in range(20):
+            world.at(float(second), lambda: world.crash(0.0, 0.1))
+        world.run(lambda: not process.strands)
+        assert any(label.startswith("trouble") for label in world.choices)
 
 
 @pytest.mark.parametrize("what", ["loading", "busy", "readonly", "misconf", "oom"])
