@@ -177,7 +177,11 @@ class Job:
             version, named = queue._progress.version, pipeline.named
             self.weights = [place for k in sorted(named) if k < version for place in named[k]]
             pipeline.was_stateless |= bool(self.weights)
-        is_unsaved, is_first = True, True
+            if version < pipeline.committed and not pipeline.world.lost:
+                pipeline.violate(
+                    f"P1: a trainer goes on at version {version}, {pipeline.committed} batches are committed"
+                )
+        is_unsaved, is_first, trained = True, True, 0
         while True:
             have_left = len(pipeline.done) == len(scene.producers)
             try:
@@ -188,6 +192,8 @@ class Job:
                 batch = None
             if is_first and not rank:
                 pipeline.opened_at = pipeline.world.time
+            elif scene.each_batch and not rank and not pipeline.world.process.dead:
+                pipeline.committed = max(pipeline.committed, trained)
             is_first = False
             if batch is None:
                 if scene.prompts and is_unsaved:  # which the producers wait for
@@ -208,6 +214,7 @@ class Job:
             self._train(rank, batch.version, members)
             self._look(batch)
             queue.trained(batch)
+            trained = batch.version + 1
             is_unsaved = (batch.version + 1) % scene.save_every != 0
             if not is_unsaved:
                 self._save(queue, rank)

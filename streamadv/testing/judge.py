@@ -213,9 +213,9 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     ends = Counter[str]()
     for counter, number in stored.counters.items():
         ends[counter.partition(":")[0].partition(" ")[0]] += number
-    lost = sum(number for counter, number in stored.counters.items() if counter.startswith("given_up:lost "))
+    lost = sum(number for counter, number in stored.counters.items() if ":lost " in counter)
     if lost and not pipeline.world.lost:
-        yield f"P11: {lost} prompts are given up as lost, and no server has lost anything"
+        yield f"P11: {lost} prompts have ended as lost, and no server has lost anything"
     given_up = ends["given_up"] + ends["filtered"] + ends["skipped"]
     # After a loss a group that is in the weights may be pushed again in part, and expire.
     missing = len(pipeline.prompts) - len(trained) - given_up

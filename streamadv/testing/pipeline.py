@@ -133,6 +133,8 @@ class Pipeline:
         """Batch -> what was trained as it last."""
         self.stopped_at = math.inf
         """When the trainer had ended the run before its time."""
+        self.committed = 0
+        """Batches below this one are committed, where each is when the next one is asked for."""
         self.was_stateless = False
         """Whether a job has begun without a checkpoint after there were commits."""
         self.opened_at = 0.0
