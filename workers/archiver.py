@@ -6,7 +6,7 @@ from pathlib import Path
 
 from streamadv import metrics
 from streamadv.archive.folder import create_folder
-from streamadv.archive.follow import STAGE, Archive
+from streamadv.archive.follow import STAGE, Archive, created_at
 from streamadv.archive.table import PARQUET
 from streamadv.settings import Settings
 
@@ -18,7 +18,7 @@ def main(settings: Settings, path: Path) -> int:
     stop = stop_on_signals()
     metrics.begin_stage(STAGE, "archive")
     run = join_run(settings, stop, STAGE)
-    with Archive(run, create_folder(path, run.keys), PARQUET) as archive:
+    with Archive(run, create_folder(path, run.keys, created_at(run)), PARQUET) as archive:
         say_ready(run)
         archive.follow(stop)
     return 0

@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple, Self
 
 from ..errors import SettingError
 from ..store.keys import RunKeys
+from ..store.replies import as_int
 
-#: What a folder is the archive of: a JSON object with the run's name and salts. Whoever writes holds a lock on it.
+#: What a folder is the archive of: a JSON object with the run's name, salts and creation. Whoever writes locks it.
 ABOUT: Final = "_archive.json"  # readers of a folder of Parquet files pass over names that begin so
 _NAME: Final = re.compile(r"kept\.([0-9]+)\.([0-9]+-[0-9]+)\.([0-9]+-[0-9]+)\.(\w+)")
 _UNFINISHED: Final = ".unfinished"
@@ -54,9 +55,11 @@ class ArchiveFile(NamedTuple):
 class Folder:
     """The files of one run. Made by `open_folder` and `create_folder`."""
 
-    def __init__(self, path: Path, keys: RunKeys) -> None:
+    def __init__(self, path: Path, keys: RunKeys, created_ms: int | None = None) -> None:
         self.path = path
         self.keys = keys
+        self.created_ms = created_ms
+        """When the run was created; None = not known."""
         self._lock: Any = None
 
     def files(self) -> list[ArchiveFile]:
@@ -111,7 +114,8 @@ def open_folder(path: Path) -> Folder:
     """The archive in a folder. Raises SettingError if there is none."""
     try:
         about = json.loads((path / ABOUT).read_text())
-        return Folder(path, RunKeys(str(about["run"]), tuple(map(int, about["salts"]))))
+        keys = RunKeys(str(about["run"]), tuple(map(int, about["salts"])))
+        return Folder(path, keys, as_int(about.get("created_ms")))
     except OSError as error:
         raise SettingError(
             f"{path}: no archive is there ({error.strerror}): `streamadv archive --to FOLDER` writes one"
@@ -120,12 +124,16 @@ def open_folder(path: Path) -> Folder:
         raise SettingError(f"{path / ABOUT}: does not say whose archive it is: give another folder") from None
 
 
-def create_folder(path: Path, keys: RunKeys) -> Folder:
-    """The folder for the archive of a run, which may be there. Raises SettingError for that of another run."""
+def create_folder(path: Path, keys: RunKeys, created_ms: int | None = None) -> Folder:
+    """The folder for the archive of a run, which may be there. Raises SettingError for that of another run.
+
+    created_ms: when the run was created; None = not known.
+    """
     path.mkdir(parents=True, exist_ok=True)
     if not (path / ABOUT).exists():
         beginning = path / f"{ABOUT}.{os.getpid()}{_UNFINISHED}"
-        beginning.write_text(json.dumps({"run": keys.run, "salts": list(keys.salts)}))
+        about = {"run": keys.run, "salts": list(keys.salts), "created_ms": created_ms}
+        beginning.write_text(json.dumps(about))
         _sync(beginning)
         with suppress(FileExistsError):
             (path / ABOUT).hardlink_to(beginning)  # unless another process was first

@@ -13,14 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, Self
 
+from redis.exceptions import NoPermissionError
+
 from .. import clock, metrics
-from ..errors import StreamadvError, WireError
+from ..errors import SettingError, StreamadvError, WireError
 from ..run import Run, Shard
 from ..run.packets import fetch_columns
 from ..status.kept import columns_of_group, trajectories_of
 from ..status.seen import KeptEntry, SeenGroup
 from ..status.why import why
-from ..store.replies import as_count, as_text
+from ..store.keys import RUNS
+from ..store.replies import as_count, as_int, as_text
 from ..store.retry import RETRYABLE, Outage
 from ..trajectory.columns import Array
 from ..trajectory.packet import column_kind
@@ -78,6 +81,14 @@ class Count(NamedTuple):
     files: int = 0
 
 
+def created_at(run: Run) -> int | None:
+    """When the run was created, in ms since 1970; None where that is not known, or this user may not know."""
+    with suppress(NoPermissionError):
+        runs: Any = run.connection.scripts.hgetall(RUNS)
+        return as_int(runs.get(run.name.encode()))
+    return None
+
+
 class Archive:
     """Writes the archive of a run into a folder. Use with `with`."""
 
@@ -100,8 +111,17 @@ class Archive:
         return Count(*map(sum, zip(*(shard.count for shard in self._shards), strict=True)))
 
     def look(self) -> bool:
-        """Write what has ended since the last look. False if there was nothing."""
+        """Write what has ended since the last look. False if there was nothing.
+
+        Raises SettingError once the run is made anew: its groups may have ids that the files have already.
+        """
         self._run.refresh()
+        created_ms = self._folder.created_ms
+        if created_ms is not None and created_at(self._run) not in (None, created_ms):
+            raise SettingError(
+                f"{self._folder.path}: has the archive of run {self._run.name} as it was before it was deleted or "
+                "lost, and made anew: give it another folder"
+            )
         return bool([shard for shard in self._shards if shard.look()])
 
     def finish(self) -> None:

@@ -43,13 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.once:
         status: int = importlib.import_module("workers.archiver").main(settings, arguments.folder)
         return status
-    from ..archive.follow import Archive
+    from ..archive.follow import Archive, created_at
     from ..archive.table import PARQUET
     from ..run import find_run
 
     with connect(settings) as connection:
         found = find_run(connection, settings.run)
-        with Archive(found, create_folder(arguments.folder, found.keys), PARQUET) as archive:
+        folder = create_folder(arguments.folder, found.keys, created_at(found))
+        with Archive(found, folder, PARQUET) as archive:
             while archive.look():
                 pass
             archive.finish()

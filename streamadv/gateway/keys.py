@@ -34,7 +34,7 @@ KEY_S: Final = 86400.0
 MAX_KEY: Final = 1200
 
 #: Valid keys that are remembered.
-CACHED: Final = 8192
+CACHED: Final = 1024
 
 _PREFIX: Final = "sa1-"
 _CONTEXT: Final = b"streamadv gateway key 1\0"

@@ -38,7 +38,7 @@ HEADER_BYTES: Final = 512
 STORE_S: Final = 30.0
 #: How many rollouts that have ended are remembered, for clients that ask again; of the others the server knows that
 #: they have ended.
-REMEMBERED: Final = 8192
+REMEMBERED: Final = 2048
 SWEEP_S: Final = 0.5
 
 

@@ -22,10 +22,12 @@ from benchmarks.children import Child
 from streamadv import cli
 from streamadv.archive import follow
 from streamadv.archive.folder import create_folder, open_folder
-from streamadv.archive.follow import Archive
+from streamadv.archive.follow import Archive, created_at
 from streamadv.errors import Busy, SettingError, StreamadvError
 from streamadv.status import read_status
+from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
+from streamadv.store.keys import RUNS
 from tests.support import (
     Run,
     group_all,
@@ -47,7 +49,7 @@ Place = tuple[str, int]
 
 @contextlib.contextmanager
 def archiving(run: Run, path: Path) -> Iterator[Archive]:
-    with Archive(run, create_folder(path, run.keys), PARQUET) as archive:
+    with Archive(run, create_folder(path, run.keys, created_at(run)), PARQUET) as archive:
         yield archive
 
 
@@ -176,6 +178,21 @@ def test_a_batch_with_late_columns_is_computed_again_without_a_server(
     assert capsys.readouterr().out.endswith("4 groups, 8 rollouts\nbit-identical\n")
     for place, each in archived(tmp_path).items():
         assert np.array_equal(each.rows[0].advantages, delivered[place].rows[0].advantages)
+
+
+def test_late_log_probs_above_0_can_be_looked_at(redis_url: str, run: str, tmp_path: Path) -> None:
+    """A supplier may return anything for tokens that are not trained on; for others rounding may lead above 0."""
+
+    def log_probs(micro_batch: sa.MicroBatch) -> Any:
+        return micro_batch.response_mask * -4.99 + 5.0
+
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 3)
+        train(joined, 3, late={"old_log_probs": log_probs})
+    assert archive_all(joined, tmp_path).trajectories == len(looked_at(joined)) == 6
+    for each in archived(tmp_path).values():
+        assert each.rows[0].old_log_probs.tolist() == [0.0] * 5
 
 
 def archived_run(url: str, run: str, **settings: Any) -> Run:
@@ -368,6 +385,34 @@ def test_one_archive_writes(redis_url: str, run: str, tmp_path: Path) -> None:
         create_folder(tmp_path / "one", other.keys)
     with pytest.raises(SettingError, match="no archive is there"):
         open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_run_that_is_made_anew_has_another_folder(
+    redis_url: str, run: str, tmp_path: Path, archive: bool
+) -> None:
+    """Its groups may have the ids of those before, as those of prompts do."""
+    joined = archived_run(redis_url, run, archive=archive, keep={"dropped": 1.0})
+
+    joined.connection.scripts.hset(RUNS, run, 1000)  # it was created long ago
+
+    def push() -> None:
+        with producing(redis_url, run) as producer:
+            push_dropped(producer, 2)
+            group_all(joined)
+
+    with archiving(joined, tmp_path / "before") as archiver:
+        push()
+        archiver.look()
+        archiver.finish()
+        delete_run(joined)
+        joined = archived_run(redis_url, run, archive=archive, keep={"dropped": 1.0})
+        push()
+        with pytest.raises(SettingError, match=f"archive of run {run} as it was before"):
+            archiver.look()
+    with pytest.raises(SettingError, match=f"archive of run {run} as it was before"):
+        archive_all(joined, tmp_path / "before")
+    assert archive_all(joined, tmp_path / "after").groups == 2
 
 
 def test_what_cannot_be_read_has_a_line_that_says_why(redis_url: str, run: str, tmp_path: Path) -> None:
