@@ -382,7 +382,9 @@ MUTANTS: Final[dict[str, Mutant]] = {
         f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"
     ),
 }  # fmt: skip
-_DONE_TWICE: Final = "the trainer takes the first result of each work item, and deletes any other one when it reads it"
+_DONE_TWICE: Final = (
+    "the trainer takes the first result of each work item, and deletes any other one when it reads it"
+)
 _HANDED_OFF_ONCE: Final = "two have the entry in hand, and one of them hands it off: the work is done twice, as after any lease that ends"
 #: Name -> why no schedule can find it.
 EQUIVALENT: Final[dict[str, str]] = {
