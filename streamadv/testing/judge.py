@@ -78,6 +78,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
         or was_open_again(pipeline, pipeline.groups[place[0]])
         for place in weights
     )
+    if may_stay:  # what came back after the end waits for a trainer that takes the run later
+        unknown += ledger.queued + ledger.in_flight
     if not (_may_count_otherwise(pipeline) or 0 <= len(weights) - ledger.trained <= unknown):
         yield f"P1: the ledger says {ledger.trained} trained, the checkpoint has {len(weights)}"
     if unknown_ended := _ended_unknown(pipeline):
