@@ -397,5 +397,8 @@ EQUIVALENT: Final[dict[str, str]] = {
     "a reply that was lost is not asked for again": "its entries are pending under the consumer's own name, and it takes them over once their lease ends",
     "nobody is told that there is room": "who waits for room asks again by itself after a pause, so it waits a pause longer",
     "a dropped group is in flight": "what is dropped is a candidate, and a candidate has no owner: a batch that had it was undone before",
+    "a batch is named twice": "rank 0 names one again in its epoch only if the reply was lost, and goes on with the record that stands; other ranks have a batch when its results are there",
+    "a late heartbeat takes the end back": "a producer that lives says the end again within 10 s, and the world drops what is under way on a connection that is closed",
+    "a producer that has finished stays so on another server": "one server loses the word with the pushes before it: it takes a cluster, or a producer that goes on after it has finished, and the world has neither",
     "a commit is said before it is saved": "rank 0 commits later versions only, and other ranks only show the number",
 }
