@@ -128,7 +128,10 @@ def environment() -> str:
         for name, field in Settings.model_fields.items()
     ]
     for name in SECRETS:
-        meaning = USES.get(name) or f"password of the user {name.partition('_')[0].lower()}, for `streamadv config acl`"
+        meaning = (
+            USES.get(name)
+            or f"password of the user {name.partition('_')[0].lower()}, for `streamadv config acl`"
+        )
         rows += [
             (f"`{PREFIX}{name}`", "none", meaning),
             (f"`{PREFIX}{name}_FILE`", "none", "file that holds it"),
