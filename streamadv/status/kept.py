@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..errors import SettingError, WireError
+from ..errors import SettingError, TrajectoryError, WireError
 from ..messages import brief
 from ..run import Run, find_run
 from ..run.packets import FetchedPacket, fetch_columns, fetch_replies, know_columns, split_reply
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
-from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
+from ..trajectory.columns import KNOWN_COLUMNS, LOG_PROBS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets
 from ..trajectory.packet import decode_entries
 from ..trajectory.payload import payload_trajectory, payloads_of
@@ -95,7 +95,7 @@ def trajectories_of(
         }
         more["batch"] = group.batch if trained or group.where == "waiting" else None
         more["staleness"] = None if more["batch"] is None else reference.staleness(more["batch"])
-        with suppress(WireError):
+        with suppress(WireError, TrajectoryError):
             columns, mask = outputs.get(index, {}), payload.columns[MASK]
             mask = columns.pop(MASK, mask)  # the chain may have left tokens out
             columns |= {name: np.where(mask > 0, columns[name], 0) for name in SPREAD & columns.keys()}
@@ -128,7 +128,7 @@ def outputs_of(group: SeenGroup) -> dict[int, dict[str, Array]]:
     shown = SHOWN | (KNOWN_COLUMNS.keys() & {*group.record.get("late", ())})
     for member in counting:
         outputs[member.rollout_index] |= {
-            name: values
+            name: np.minimum(values, 0) if name in LOG_PROBS else values  # a trainer's may be above
             for name, _, values in group.late.get(member.rollout_index, ())
             if name in shown and len(values) == member.num_tokens
         }

@@ -180,6 +180,21 @@ def test_a_batch_with_late_columns_is_computed_again_without_a_server(
         assert np.array_equal(each.rows[0].advantages, delivered[place].rows[0].advantages)
 
 
+def test_late_log_probs_above_0_can_be_looked_at(redis_url: str, run: str, tmp_path: Path) -> None:
+    """A supplier may return anything for tokens that are not trained on; for others rounding may lead above 0."""
+
+    def log_probs(micro_batch: sa.MicroBatch) -> Any:
+        return micro_batch.response_mask * -4.99 + 5.0
+
+    joined = kept_run(redis_url, run)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 3)
+        train(joined, 3, late={"old_log_probs": log_probs})
+    assert archive_all(joined, tmp_path).trajectories == len(looked_at(joined)) == 6
+    for each in archived(tmp_path).values():
+        assert each.rows[0].old_log_probs.tolist() == [0.0] * 5
+
+
 def archived_run(url: str, run: str, **settings: Any) -> Run:
     """A run with the setting `archive`, whose shares say to keep nothing."""
     nothing = {"trained": 0.0, "dropped": 0.0, "eval": 0.0, "dead": 0.0}
