@@ -492,6 +492,7 @@ class Pipeline:
 
     def _start_job(self) -> None:
         self.jobs += 1
+        self.stopped_at = math.inf  # it opens the run again
         job = Job(self, self.jobs, list(self.checkpoint[0]) if self.checkpoint else [])
         self._jobs.append(job)
         for rank in range(self.scene.ranks):

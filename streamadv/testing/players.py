@@ -373,7 +373,7 @@ class Asyncio(_Play):
     async def _iterate(self) -> None:
         left = MOST_GROUPS
         async for begun in self.producer.groups(2, ahead=2):
-            group = self.pipeline.plan_group(begun.group_id, whole=False)
+            group = self.pipeline.plan_group(begun.group_id, whole=False, begun=self.asked)
             await self._push_all(group, begun)
             left -= 1
             if not left:  # nothing but the cancellation ends an unpaced loop

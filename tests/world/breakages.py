@@ -382,8 +382,23 @@ MUTANTS: Final[dict[str, Mutant]] = {
         f"{LUA}/lib/complete.lua", "if #packets > 0 and", "if #packets > 1 and"
     ),
 }  # fmt: skip
+_DONE_TWICE: Final = (
+    "the trainer takes the first result of each work item, and deletes any other one when it reads it"
+)
+_HANDED_OFF_ONCE: Final = "two have the entry in hand, and one of them hands it off: the work is done twice, as after any lease that ends"
 #: Name -> why no schedule can find it.
 EQUIVALENT: Final[dict[str, str]] = {
     "what was pending is not read again": "a consumer has another name at each start, under which nothing is pending",
     "a producer does not say that it goes": "it counts as lost after 30 s, and the run ends that much later",
+    "work is handed out twice": _DONE_TWICE,
+    "results are published twice": _DONE_TWICE,
+    "a lease is taken over whatever has happened since": _HANDED_OFF_ONCE,
+    "what is in hand is taken in hand again": _HANDED_OFF_ONCE,
+    "a reply that was lost is not asked for again": "its entries are pending under the consumer's own name, and it takes them over once their lease ends",
+    "nobody is told that there is room": "who waits for room asks again by itself after a pause, so it waits a pause longer",
+    "a dropped group is in flight": "what is dropped is a candidate, and a candidate has no owner: a batch that had it was undone before",
+    "a batch is named twice": "rank 0 names one again in its epoch only if the reply was lost, and goes on with the record that stands; other ranks have a batch when its results are there",
+    "a late heartbeat takes the end back": "a producer that lives says the end again within 10 s, and the world drops what is under way on a connection that is closed",
+    "a producer that has finished stays so on another server": "one server loses the word with the pushes before it: it takes a cluster, or a producer that goes on after it has finished, and the world has neither",
+    "a commit is said before it is saved": "rank 0 commits later versions only, and other ranks only show the number",
 }

@@ -24,9 +24,10 @@ local function read_admission(limits)
 end
 
 -- Returns a refusal if the producers are too far ahead of the trainer, else nil. Evaluation is never trained on: it is
--- not paced.
+-- not paced. Nor is what comes back after the trainer has ended the run: no batch would ever make room for it.
 local function too_far_ahead(spec)
-  if spec.role == 'eval' or not (admission.max_staleness and admission.batch_groups) then return nil end
+  if spec.role == 'eval' or admission.finished then return nil end
+  if not (admission.max_staleness and admission.batch_groups) then return nil end
   local limit = (admission.max_staleness + 1) * admission.batch_groups
   local used = admission.ahead + (admission.elsewhere or 0)
   -- A shard admits its own share by itself. A client that wants more says how many groups the other shards have, because

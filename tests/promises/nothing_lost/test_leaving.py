@@ -152,6 +152,22 @@ def test_what_finds_no_room_when_a_producer_leaves_is_told(
     assert said_by(forgetful.url, run, kind) == "open"
 
 
+@pytest.mark.timeout(60)
+def test_pacing_does_not_hold_back_what_was_lost_once_the_trainer_has_ended_the_run(
+    forgetful: EmbeddedServer, run: str
+) -> None:
+    """Nothing would ever make room for it, and its producer could not finish."""
+    queue = TrainerQueue(forgetful.url, run, batch_groups=1, max_staleness=0)
+    with Producer(forgetful.url, run) as producer, Producer(forgetful.url, run) as other:
+        producer.push([trajectory("g", 0, 1)])
+        restart(forgetful)
+        queue.open()
+        other.begin_group(2)
+        queue.finish()
+        producer.finish()
+        assert group_all(join(forgetful.url, run)) == ["complete"]
+
+
 @pytest.mark.parametrize("turns", range(1, 5))
 async def test_a_close_that_is_cancelled_at_once_is_cancelled(redis_url: str, run: str, turns: int) -> None:
     """Also while it waits for its heartbeat to end."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import streamadv as sa
 from streamadv.errors import SettingError, StreamadvError
@@ -58,6 +61,13 @@ ROWS = [{"question": f"What is {number} + 1?"} for number in range(5)]
 @pytest.mark.parametrize("source", [ROWS, Table(ROWS), Frame(ROWS)])
 def test_the_prompts_of_a_table_are_its_rows(source: Any) -> None:
     prompts = sa.Prompts(source)
+    assert [prompts.item(1, index) for index in range(5)] == ROWS
+    assert prompts.set == sa.Prompts(ROWS).set
+
+
+def test_the_prompts_of_a_parquet_file_are_its_rows(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+    prompts = sa.Prompts(parquet.read_table(tmp_path / "train.parquet"))
     assert [prompts.item(1, index) for index in range(5)] == ROWS
     assert prompts.set == sa.Prompts(ROWS).set
 
