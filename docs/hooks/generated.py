@@ -50,6 +50,11 @@ INTERNAL: Final = {
     "Scorer": "work",
     "Ticket": "hand_out|watched_by",
 }
+#: Secrets that are no password of a user of the server.
+USES: Final = {
+    "VIEW_PASSWORD": "password of the page of `streamadv view`, needed with `--host`",
+    "GATEWAY_SECRET": "signs the keys that `streamadv gateway` hands to agents",
+}
 #: What the reference of the package begins with.
 FIRST: Final = ("Producer", "Group", "Rollout", "TrainerQueue", "Batch", "MicroBatch")
 
@@ -117,16 +122,19 @@ def run_settings() -> str:
 
 
 def environment() -> str:
-    """The variables of a process, with those of `streamadv config acl`."""
+    """The variables of a process, and its secrets."""
     rows = [
         (f"`{PREFIX}{name.upper()}`", _text(field.default), field.description)
         for name, field in Settings.model_fields.items()
     ]
     for name in SECRETS:
-        user = name.partition("_")[0].lower()
+        meaning = (
+            USES.get(name)
+            or f"password of the user {name.partition('_')[0].lower()}, for `streamadv config acl`"
+        )
         rows += [
-            (f"`{PREFIX}{name}`", "none", f"of the user {user}, for `streamadv config acl`"),
-            (f"`{PREFIX}{name}_FILE`", "none", "file with that password"),
+            (f"`{PREFIX}{name}`", "none", meaning),
+            (f"`{PREFIX}{name}_FILE`", "none", "file that holds it"),
         ]
     return _table("variable", "default", "meaning", rows)
 

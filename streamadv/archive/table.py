@@ -34,8 +34,6 @@ EXTRA: Final = "extra."
 KINDS: Final = b"streamadv.columns"
 #: Bytes of lines that are compressed together.
 ROW_GROUP_BYTES: Final = 16 << 20
-#: Lines read at once.
-READ_LINES: Final = 256
 
 #: Group and rollout index.
 Place = tuple[str, int]
@@ -255,8 +253,8 @@ def _kinds(schema: pa.Schema) -> dict[str, str]:
 
 
 def _read(file: pq.ParquetFile, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for batch in file.iter_batches(READ_LINES, columns=list(names)):
-        yield from _rows(pa.Table.from_batches([batch]))
+    for number in range(file.num_row_groups):  # lines that are in memory together
+        yield from _rows(file.read_row_group(number, columns=list(names)))
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:

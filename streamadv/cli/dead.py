@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from ..errors import SettingError
+from ..errors import SettingError, StreamadvError
 from ..logs import announce
 from ..messages import printable
 from ..prompts.stored import carry_ends, check_requeue
@@ -69,16 +69,25 @@ def show(arguments: argparse.Namespace) -> int:
 def requeue_some(arguments: argparse.Namespace) -> int:
     """Requeue the named groups."""
     with joined(arguments) as run:
-        groups, total = _named(run, arguments, requeueable=True), 0
+        groups, total, left = _named(run, arguments, requeueable=True), 0, 0
         with progress("requeued", len(groups)) as advance:
             for group_id in groups:
-                check_requeue(run, group_id)
+                try:
+                    check_requeue(run, group_id)
+                except StreamadvError as error:
+                    if not arguments.all:
+                        raise
+                    left += 1
+                    print(printable(str(error)))
+                    continue
                 requeued = requeue(run, group_id)
                 carry_ends(run)
                 total += requeued
                 advance(1)
                 print(printable(f"{group_id}: {counted(requeued, 'trajectory', 'trajectories')} requeued"))
-        print(f"requeued {counted(len(groups), 'group')}, {counted(total, 'trajectory', 'trajectories')}")
+        print(
+            f"requeued {counted(len(groups) - left, 'group')}, {counted(total, 'trajectory', 'trajectories')}"
+        )
     return 0
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
+from urllib.error import URLError
 
+import numpy as np
 import pytest
 
+from streamadv import weights
 from streamadv.cli import main
 
 FILES = {"streamadv.toml", "tasks.jsonl", "policy.py", "producer.py", "judge.py", "trainer.py"}
@@ -65,6 +71,30 @@ def test_an_engine_is_asked_with_its_model(folder: Path, capsys: pytest.CaptureF
     compile(policy, "policy.py", "exec")
     assert len(policy.splitlines()) < 60
     assert "EngineClient" in policy
+
+
+def test_the_agents_wait_for_vllm_that_still_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="pip install 'streamadv[examples]'")
+    assert main(["up", "--example", "tool_use", "--engine", "http://gpu:8000", "--model", "small"]) == 0
+    monkeypatch.chdir(folder / "tool_use")
+    engine = runpy.run_path("policy.py")["new_engine"]()
+    weights.publish("weights", 3, {"a": np.zeros(2, np.float32)})
+    answers: list[object] = [URLError("refused"), ConnectionResetError("reset"), BytesIO()]
+
+    def answer(*_: object) -> object:
+        if isinstance(answers[0], Exception):
+            raise answers.pop(0)  # type: ignore[misc]
+        return answers[0]
+
+    async def soon(_: float) -> None: ...
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    monkeypatch.setattr("asyncio.sleep", soon)
+    asyncio.run(engine.refresh(None))
+    assert engine.version == 3
+    assert "waiting for vLLM at http://gpu:8000: <urlopen error refused>" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,14 @@ NOT_RUN: Final[dict[str, dict[str, str]]] = {
 }
 if find_spec("transformers") is None:
     NOT_RUN["docs/produce/engines.md"] = {TRANSFORMERS: "needs pip install 'streamadv[examples]'"}
-for package, folder in (("ray", "operate"), ("trl", "train"), ("verifiers", "produce")):
+for extras, folder in (("ray", "operate"), ("trl,embedded", "train"), ("verifiers", "produce")):
+    package = extras.partition(",")[0]
     page = f"docs/{folder}/{package}.md"
     if find_spec(package) is None:
         reason = f"`make test-integrations` runs it, in an environment that has {package}"
         NOT_RUN[page] = {block.first_line: reason for block in blocks_of(page) if block.runs}
     else:
-        NOT_RUN[page] = {f"pip install 'streamadv[{package}]'": INSTALLED}
+        NOT_RUN[page] = {f"pip install 'streamadv[{extras}]'": INSTALLED}
 NOT_RUN["docs/train/verl.md"] = {
     "pip install 'streamadv[verl]'": INSTALLED,
     "python3 -m verl.trainer.main_ppo \\": "needs GPUs; tests/integrations/verl/test_entry.py runs it up to there",

@@ -7,6 +7,7 @@ import asyncio
 import json
 import shutil
 import tomllib
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -32,8 +33,14 @@ class Engine(EngineClient):
 
     async def refresh(self, loader):
         async with self.loading:
-            if self.version is None or self.version != sa.weights.newest("weights"):
-                self.version = await asyncio.to_thread(load_newest)
+            while self.version is None or self.version != sa.weights.newest("weights"):
+                try:
+                    self.version = await asyncio.to_thread(load_newest)
+                except urllib.error.HTTPError:  # such as 404: vLLM was started without the variable above
+                    raise
+                except OSError as error:
+                    print(f"waiting for vLLM at {ENGINE}: {error}")
+                    await asyncio.sleep(2)
 
 
 def load_newest():

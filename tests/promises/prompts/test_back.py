@@ -164,6 +164,31 @@ def test_a_dead_group_is_requeued_unless_its_prompt_is_played_again(redis_url: s
         assert stored(joined).counters == {"trained 1 0": 2, "again:dead 1 0": 1}
 
 
+def test_all_dead_groups_are_requeued_but_those_whose_prompts_are_played_again(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        groups = producer.prompts(prompts(epochs=1, retries=1), SIZE)
+        ids = play(groups, 2)
+        group_all(joined)
+        needs = {"chain": CHAIN | {"kl": {"coefficient": 0.1}}, "pushed": ("ref_log_probs",)}
+        with (
+            TrainerQueue(redis_url, run, batch_groups=2, min_groups=1, **needs) as queue,
+            pytest.raises(sa.errors.NoBatchError),
+        ):
+            queue.next_batch(timeout=0)
+        carry_ends(joined)
+        (again,) = play(groups, 1)
+        assert cli.main(["dead", "requeue", "--all", "--redis", redis_url, "--run", run]) == 0
+        (left,) = (dead.group_id for dead in list_dead(joined))
+    assert identity(left) == identity(again)
+    assert left in ids
+    said = capsys.readouterr().out
+    assert f"group {left!r} cannot be requeued" in said
+    assert said.endswith(f"requeued 1 group, {SIZE} trajectories\n")
+
+
 def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--redis", redis_url, "--run", run]
     with sa.Producer(redis_url, run) as producer:
