@@ -480,6 +480,10 @@ class Pipeline:
         # Groups of a producer that nobody knows of, and those that nobody plays, count until their deadline.
         if nobody_knew(self) or any(each.leaves_open for each in self.lives):
             seconds -= self.scene.deadline_s
+        if (
+            self.scene.is_narrow
+        ):  # free slots of groups that a lost producer has begun hold room until their deadline
+            seconds -= max(self.scene.deadline_s, SLOW_S)
         if seconds > ADMISSION_S and not life.process.dead:
             self.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")
 
