@@ -24,7 +24,7 @@ from ..store.keys import LAST_ID, RUNS, ShardKeys
 from ..store.replies import as_mapping, as_texts, or_nothing, replies_of
 from ..trajectory.members import Members
 from .model import Lack, ProducerState, Staleness, Worker
-from .shard import streams_of
+from .shard import OWNER, streams_of
 
 #: Seconds after which a consumer that has not asked for work is taken for dead.
 CONSUMER_TIMEOUT_S: Final = 30.0
@@ -40,6 +40,7 @@ HEAD: Final = re.compile(rb"[a-z]+ (?P<size>[0-9]{1,15}) [0-9]+ (?P<opened_ms>[0
 SLOT_MAP: Final = re.compile(rb"[.pusx]+")
 #: Groups at the head of each shard's log whose staleness is read.
 LOG_LOOKED_AT: Final = 64
+ENTRY: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +118,33 @@ def read_producers(run: Run, now_ms: int) -> list[ProducerState]:
 
 
 def read_staleness(run: Run, version: int) -> Staleness:
-    """Staleness at this version of the groups that are named or waiting at the head of each log."""
+    """Staleness at this version of the first groups of each log that are not trained on: they are named, or wait."""
     pipe: Any = run.connection.scripts.pipeline(transaction=False)
     for keys in run.keys.shards:
-        pipe.xrange(keys.groups, count=LOG_LOOKED_AT)
+        pipe.hgetall(keys.owners)
+    trained = [_trained_entries(owners, version) for owners in pipe.execute()]
+    for keys, of_shard in zip(run.keys.shards, trained, strict=True):
+        last = max(of_shard, key=_place, default=None)
+        pipe.xrange(keys.groups, min="-" if last is None else f"({last}", count=LOG_LOOKED_AT)
     entries = [(shard, *entry) for shard, page in enumerate(pipe.execute()) for entry in page]
     groups = parse_groups(run.keys, entries)
     values = Members.concat([group.members for group in groups]).staleness(version)
     values = values[~np.isnan(values)]
     return Staleness(float(values.mean()), int(values.max())) if len(values) else Staleness(None, None)
+
+
+def _trained_entries(owners: Mapping[bytes, bytes], version: int) -> list[str]:
+    """Entries of the groups log that are in batches below this version: they stay there until they are committed."""
+    owned = as_texts(owners).items()
+    return [
+        entry
+        for entry, owner in owned
+        if ENTRY.fullmatch(entry) and OWNER.fullmatch(owner) and int(owner.partition("-")[0]) < version
+    ]
+
+
+def _place(entry: str) -> tuple[int, ...]:
+    return tuple(map(int, entry.split("-")))
 
 
 def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:

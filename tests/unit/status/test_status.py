@@ -66,6 +66,21 @@ def test_the_status_says_where_everything_is(busy: Run) -> None:
     assert deep_problems(busy) == []
 
 
+def test_what_is_trained_on_and_not_committed_is_not_stale(fake: Connection) -> None:
+    with producing(fake, "r") as producer:
+        run = join(fake, "r")
+        queue = TrainerQueue(fake, "r", batch_groups=2, prefetch=0)
+        for version in range(3):
+            push_groups(producer, 2, prefix=f"v{version}-", model_version=version)
+            batch = next_batch(queue, run)
+            assert batch is not None
+            queue.trained(batch)
+        assert read_status(run).staleness.max is None
+        push_groups(producer, 2, prefix="now-", model_version=2)
+        group_all(run)
+        assert read_status(run).staleness.max == 1
+
+
 @pytest.mark.parametrize("counter", COUNTED)
 @pytest.mark.parametrize("by", [1, -1])
 def test_a_wrong_counter_is_found_at_once(busy: Run, counter: str, by: int) -> None:
