@@ -54,9 +54,9 @@ def test_the_reward_of_a_baseline_is_none_of_the_policy(fake: Connection) -> Non
     with producing(fake, "r") as producer:
         run = join(fake, "r")
         members = [
-            trajectory("g", 0, reward=1.0, data_source="b"),
-            trajectory("g", 1, reward=0.25, data_source="b"),
+            trajectory("g", 0, reward=1.0, data_source="has a baseline"),
+            trajectory("g", 1, reward=0.25, data_source="has a baseline"),
         ]
         producer.push([members[0], members[1].model_copy(update={"role": "baseline"})])
         group_all(run)
-    assert counted("b", "yes") == (1, 1.0)
+    assert counted("has a baseline", "yes") == (1, 1.0)
