@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import fakeredis
 import numpy as np
 import pytest
+import redis
 
 from streamadv.advantage.poison import compute_safely
 from streamadv.advantage.prepare import prepare_or_discard
 from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.device import choose_device
+from streamadv.batch.hold import read_hold
 from streamadv.errors import NoBatchError
 from streamadv.grouping import grouper, housekeeping
 from streamadv.grouping.grouper import run_grouper
@@ -208,6 +210,12 @@ def housekeep(run: Run) -> None:
     housekeeping.Housekeeping(run).round()
 
 
+def fence_of(run: Run) -> str:
+    """What the trainer that has the run gives to fenced scripts (`Progress.fence`)."""
+    hold = read_hold(run)
+    return f"{hold.epoch} {hold.session}"
+
+
 def compute_all(run: Run, consumer: Consumer | None = None) -> int:
     """Do what advantage workers do until no work is left; entries published."""
     consumer = consumer or consumer_of(run, ADVANTAGE)
@@ -363,3 +371,18 @@ def _change_kept(run: Run, group_id: str, field: bytes, change: Callable[[bytes]
         if entry.fields[b"group_id"] == group_id.encode():
             run.connection.scripts.xdel(shard.keys.kept, entry.id)
             run.connection.scripts.xadd(shard.keys.kept, {**entry.fields, field: change(entry.fields[field])})
+
+
+@contextmanager
+def holding(client: redis.Redis) -> Iterator[None]:
+    """The server answers no script meanwhile."""
+    client.client_pause(60_000, all=False)
+    try:
+        yield
+    finally:
+        client.client_unpause()
+
+
+def has_been_asked(client: redis.Redis) -> bool:
+    """Whether somebody waits for an answer that is held."""
+    return any("b" in each["flags"] for each in client.client_list())

@@ -84,8 +84,8 @@ class Count(NamedTuple):
 def created_at(run: Run) -> int | None:
     """When the run was created, in ms since 1970; None where that is not known, or this user may not know."""
     with suppress(NoPermissionError):
-        runs: Any = run.connection.scripts.hgetall(RUNS)
-        return as_int(runs.get(run.name.encode()))
+        created: Any = run.connection.scripts.hget(RUNS, run.name)
+        return as_int(created)
     return None
 
 

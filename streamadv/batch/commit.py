@@ -71,7 +71,7 @@ def of_prompt(group: LoggedGroup) -> str:
 def commit(
     run: Run,
     record: BatchRecord,
-    epoch: int,
+    fence: str,
     arguments: Mapping[str, CommitArguments] | None = None,
     results: Sequence[StoredResult] = (),
     figures: Mapping[str, float] = MappingProxyType({}),
@@ -87,7 +87,7 @@ def commit(
         pointers = record.in_shard(shard.index)
         if pointers or shard.index == run.home.index:
             kept = record.for_kept(figures)
-            _commit_in_shard(run, shard, record, pointers, epoch, arguments or {}, results, kept)
+            _commit_in_shard(run, shard, record, pointers, fence, arguments or {}, results, kept)
 
 
 def _commit_in_shard(
@@ -95,7 +95,7 @@ def _commit_in_shard(
     shard: Shard,
     record: BatchRecord,
     pointers: Sequence[Pointer],
-    epoch: int,
+    fence: str,
     arguments: Mapping[str, CommitArguments],
     results: Sequence[StoredResult],
     kept_record: str,
@@ -112,7 +112,7 @@ def _commit_in_shard(
     payloads: list[str] = []
     for pointer in pointers:
         if len(payloads) >= COMMIT_SLICE:
-            shard.call("commit", [epoch, record.id, "", "", kept_record, *groups], unlinked=payloads)
+            shard.call("commit", [fence, record.id, "", "", kept_record, *groups], unlinked=payloads)
             groups, payloads = [], []
         if pointer.group_id in known:
             kept, output = "-", computed.get(pointer.group_id)
@@ -123,7 +123,7 @@ def _commit_in_shard(
             payloads += [output] if output is not None and kept in "12" else []
     outputs, of_results = results_of(shard, record.id, results)
     k = record.k if shard.index == run.home.index else ""
-    args = [epoch, record.id, k, len(outputs), kept_record, *of_results, *groups]
+    args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]
     shard.call("commit", args, unlinked=[*outputs, *payloads])
 
 

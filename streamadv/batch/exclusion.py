@@ -28,13 +28,13 @@ _DEAD = "dead:"  # of reasons that make dead letters
 
 
 def drop(
-    run: Run, unfit: Sequence[tuple[LoggedGroup, str]], epoch: int, k: int, drop_after: int | None
+    run: Run, unfit: Sequence[tuple[LoggedGroup, str]], fence: str, k: int, drop_after: int | None
 ) -> None:
     """Take groups in no batch out of the log, each under its reason, while batch k is named."""
     dropped = []
     for group, reason in unfit:
         if reason.startswith(_DEAD):
-            dead_letter(run, group, Death(reason.removeprefix(_DEAD), group.problem or ""), "", epoch)
+            dead_letter(run, group, Death(reason.removeprefix(_DEAD), group.problem or ""), "", fence)
         elif reason == "malformed":
             log = run.shard(group.shard)
             reject(log, log.keys.groups, group.entry, group.problem or "")
@@ -43,7 +43,7 @@ def drop(
     for shard in run.shards:
         own = [(group, reason) for group, reason in dropped if group.shard == shard.index]
         for start in range(0, len(own), DROP_SLICE):
-            args: list[Any] = [epoch, f"{k} {'' if drop_after is None else drop_after}"]
+            args: list[Any] = [fence, f"{k} {'' if drop_after is None else drop_after}"]
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
                 args += [
@@ -56,25 +56,25 @@ def drop(
             shard.call("drop_groups", args)
 
 
-def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, epoch: int) -> None:
+def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, fence: str) -> None:
     """Make a dead letter of a group in a batch, or in none yet ('').
 
     A shard that does not know the batch does nothing, see "Going back in time" in docs/reference/guarantees.md: rank 0
     applies the batch again and repeats this.
     """
-    args = [epoch, group.entry, group.group_id, batch_id, *death, group.count, group.size_bytes]
+    args = [fence, group.entry, group.group_id, batch_id, *death, group.count, group.size_bytes]
     run.shard(group.shard).call("dead_letter_group", args, dead_group=group.group_id)
 
 
-def dead_letter_groups(run: Run, record: BatchRecord, deaths: Mapping[str, Death], epoch: int) -> None:
+def dead_letter_groups(run: Run, record: BatchRecord, deaths: Mapping[str, Death], fence: str) -> None:
     """Make dead letters of groups of a batch, by id, where they are still in the log."""
     pointers = [pointer for pointer in record.groups if pointer.group_id in deaths]
     for group in find_groups(run, pointers):
         if group is not None:
-            dead_letter(run, group, deaths[group.group_id], record.id, epoch)
+            dead_letter(run, group, deaths[group.group_id], record.id, fence)
 
 
-def leave_out(run: Run, record: BatchRecord, problems: Mapping[tuple[str, int], str], epoch: int) -> bool:
+def leave_out(run: Run, record: BatchRecord, problems: Mapping[tuple[str, int], str], fence: str) -> bool:
     """Have commit count members of a batch as dead, by (group_id, rollout_index) and with what is wrong.
 
     False when the batch, or a group, is not there (any more).
@@ -82,7 +82,7 @@ def leave_out(run: Run, record: BatchRecord, problems: Mapping[tuple[str, int], 
     pointers = {pointer.group_id: pointer for pointer in record.groups}
     for (group_id, index), text in problems.items():
         shard = run.shard(pointers[group_id].shard)
-        args = [epoch, pointers[group_id].entry, group_id, index, record.id, "undecodable", text]
+        args = [fence, pointers[group_id].entry, group_id, index, record.id, "undecodable", text]
         if not shard.call("leave_out", args, dead_group=group_id):
             return False
     return True

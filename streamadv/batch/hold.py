@@ -133,9 +133,14 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
     Returns the version that the run said was committed, and whether this begins a branch: a session, or a checkpoint.
     """
     begins = progress.branch == 0
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for keys in run.keys.shards:
+        pipe.hget(keys.trainer, "epoch")
     args: list[Any] = [
         "" if progress.began is None else progress.version,
-        progress.epoch,
+        max(
+            progress.epoch, *map(as_count, pipe.execute())
+        ),  # the home shard may have lost what another one knows
         progress.job,
         progress.session,
         founding_epoch(progress.session) if progress.session else "",

@@ -138,8 +138,9 @@ class Leader(Session):
         """
         asked, run = clock.now(), self.run
         keys = [run.keys.home.session, *(keys.trainer for keys in run.keys.shards)]
-        replies = self._ask(lambda pipe: [pipe.hget(key, "epoch") for key in keys])
-        if replies is None or set(replies) != {str(self.epoch).encode()}:
+        replies = self._ask(lambda pipe: [pipe.hmget(key, ["epoch", "session"]) for key in keys])
+        own = [str(self.epoch).encode(), self.progress.session.encode()]
+        if replies is None or any(reply != own for reply in replies):
             return False
         self.progress.servers_confirmed(asked, self._candidates.has_read_all)
         return True
@@ -157,7 +158,7 @@ class Leader(Session):
                 break
             batch = self.batches[k]
             if not batch.is_applied:
-                apply(self.run, batch.record, self.epoch)
+                apply(self.run, batch.record, self.fence)
                 batch.is_applied = is_new = True
         return is_new
 
@@ -180,7 +181,7 @@ class Leader(Session):
         if len(groups) < needed:
             return False
         record = self._make_record(k, groups, traces.begin(self.run, k, groups, since))
-        if not name_batch(self.run, record, self.epoch):
+        if not name_batch(self.run, record, self.fence):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
         self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
@@ -212,7 +213,7 @@ class Leader(Session):
         if unfit and not self.has_same_servers():
             return [], True  # what the logs hold is not known, so the run must not end by this look
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
-        drop(self.run, unfit, self.epoch, k, rules.drop_after)
+        drop(self.run, unfit, self.fence, k, rules.drop_after)
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
@@ -293,7 +294,7 @@ class Leader(Session):
         commits = commits and version > progress.committed
         for shard in self.run.shards:
             own = sum(pointer.shard == shard.index for pointer in trained)
-            args = [self.epoch, version, own, coefficients, progress.weights, version if commits else ""]
+            args = [self.fence, version, own, coefficients, progress.weights, version if commits else ""]
             is_home = shard.index == home.index
             shard.call("trained", args, version=shard.keys.session if is_home else shard.keys.trainer)
             if is_home and commits:
@@ -302,13 +303,13 @@ class Leader(Session):
     def commit(self, version: int) -> None:
         """Commit every batch below `version`: first in the run's session, then in every shard."""
         if version > self.progress.committed:
-            self.run.home.call("commit_session", [self.epoch, version])
+            self.run.home.call("commit_session", [self.fence, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
         for k in committed:
             batch, since = self.batches[k], tracing.now()
             results = batch.results or ()
-            commit(self.run, batch.record, self.epoch, batch.commit_arguments, results, batch.figures)
+            commit(self.run, batch.record, self.fence, batch.commit_arguments, results, batch.figures)
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
@@ -346,9 +347,9 @@ class Leader(Session):
     def finish(self) -> None:
         """Tell the producers that the trainer ends the run."""
         for shard in self.run.shards:
-            shard.call("finish_run", [self.epoch])
+            shard.call("finish_run", [self.fence])
 
     def publish_end(self, ends: int) -> None:
         """Let the other ranks end before the next batch as well, so many times in all."""
         servers = server_text(self._server_ids)
-        self.run.home.call("end_run", [self.epoch, self.progress.delivered, ends, servers])
+        self.run.home.call("end_run", [self.fence, self.progress.delivered, ends, servers])

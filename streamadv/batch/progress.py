@@ -251,6 +251,11 @@ class Progress:
             self.tries[known] = group_id
         return known
 
+    @property
+    def fence(self) -> str:
+        """What fenced scripts take: epoch and session."""
+        return f"{self.epoch} {self.session}"
+
     def servers_confirmed(self, asked: float, caught_up: bool) -> None:
         """The servers that the commits were sent to still answered at `asked` (`clock.now()`).
 

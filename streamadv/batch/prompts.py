@@ -67,7 +67,7 @@ class RunPrompts:
     def _set_back(self, prompts: PromptSet, saved: dict[str, Any], progress: Progress) -> bool:
         following = saved.get("next", [0] * len(prompts.sources))
         begun, ended, counters = _at_checkpoint(prompts, following, saved, progress.groups_saved)
-        args = [progress.epoch, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
+        args = [progress.fence, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
         args += [int(progress.is_set_back)]
         args += [len(following), len(counters), len(begun), *following]
         args += [part for pair in counters.items() for part in pair]

@@ -93,13 +93,13 @@ class BatchRecord(BaseModel):
         return [pointer for pointer in self.groups if pointer.shard == shard]
 
 
-def name_batch(run: Run, record: BatchRecord, epoch: int) -> bool:
+def name_batch(run: Run, record: BatchRecord, fence: str) -> bool:
     """Write the record; False when batch k has one already. Raises EpochFencedError.
 
-    epoch: of the caller, above that of a record it writes again for a server that lost it.
+    fence: of the caller, whose epoch is above that of a record it writes again for a server that lost it.
     """
     running = "" if record.running is None else json.dumps(record.running)
-    args: list[Any] = [epoch, record.k, record.to_json(), running]
+    args: list[Any] = [fence, record.k, record.to_json(), running]
     return bool(run.home.call("name_batch", args))
 
 

@@ -45,10 +45,10 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     foreign_records = [
         record for record in recorded.values() if not _is_ours(progress, record, begins_branch)
     ]
-    undo_batches(run, foreign_records, progress.epoch)
+    undo_batches(run, foreign_records, progress.fence)
     for record in foreign_records:
         del recorded[record.k]
-    run.home.call("commit_session", [progress.epoch, progress.committed])
+    run.home.call("commit_session", [progress.fence, progress.committed])
     progress.is_set_back |= run.connection.scripts.hget(run.keys.home.session, "set_back") == b"1"
     _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost
     _restore_batches(run, progress, recorded)
@@ -57,16 +57,16 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
         rounds: set[bytes] = set()
         # Twice: a round of which one shard has a later version goes from all.
         for shard in (*run.shards, *run.shards):
-            rounds.update(shard.call("forget_evals", [progress.epoch, progress.version, *rounds]))
+            rounds.update(shard.call("forget_evals", [progress.fence, progress.version, *rounds]))
     # Only now: until a shard has this epoch, an older job may still apply its batches there.
-    undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.epoch)
+    undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.fence)
     RunPrompts(run).restore(progress)  # whose groups no older job commits any more
     if progress.ends:  # for ranks that have not read it yet
-        run.home.call("end_run", [progress.epoch, progress.delivered, progress.ends, ""])
+        run.home.call("end_run", [progress.fence, progress.delivered, progress.ends, ""])
     running = progress.running_named
     taken_back = " ".join(progress.taken_back)
     servers = "" if is_replaced else server_text(server_ids)
-    run.home.call("settled", [progress.epoch, json.dumps(running) if running else "", taken_back, servers])
+    run.home.call("settled", [progress.fence, json.dumps(running) if running else "", taken_back, servers])
     return Leader(run, settings, progress, server_ids, is_replaced)
 
 
@@ -113,7 +113,7 @@ def _restore_announcements(run: Run, progress: Progress) -> None:
 
 def _finish_commits(run: Run, progress: Progress, recorded: dict[int, BatchRecord], below: int) -> None:
     for k in [k for k in sorted(recorded) if k < below]:
-        commit(run, recorded.pop(k), progress.epoch)
+        commit(run, recorded.pop(k), progress.fence)
 
 
 def _is_ours(progress: Progress, record: BatchRecord, begins_branch: bool) -> bool:
@@ -134,16 +134,16 @@ def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchR
     lost = _without_groups(run, progress, batches)
     for k, batch in batches.items():
         if k not in recorded:  # the server lost its naming, but another rank may have the batch
-            name_batch(run, batch.record, progress.epoch)
+            name_batch(run, batch.record, progress.fence)
     progress.taken_back += [record.id for record in lost]  # before anybody can name them again
-    undo_batches(run, lost, progress.epoch)
+    undo_batches(run, lost, progress.fence)
     progress.batches = batches
     applied = [applied_ids(run, shard) for shard in run.shards]
     for batch in batches.values():
         if any(batch.record.id not in applied[pointer.shard] for pointer in batch.record.groups):
-            apply(run, batch.record, progress.epoch)
+            apply(run, batch.record, progress.fence)
         if batch.dead:
-            dead_letter_groups(run, batch.record, batch.dead, progress.epoch)
+            dead_letter_groups(run, batch.record, batch.dead, progress.fence)
 
 
 def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]) -> list[BatchRecord]:
@@ -184,11 +184,13 @@ def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:
     pacing = "" if settings.max_staleness is None else settings.max_staleness
     drop_after = "" if settings.drop_after is None else settings.drop_after
     for shard in run.shards:
-        entries = [pointer.entry for record in trained for pointer in record.in_shard(shard.index)]
-        for start in range(0, max(1, len(entries)), TRAINED_SLICE):
-            args = [progress.epoch, progress.version, pacing, settings.batch_groups, drop_after]
+        groups = [
+            f"{each.entry} {each.group_id}" for record in trained for each in record.in_shard(shard.index)
+        ]
+        for start in range(0, max(1, len(groups)), TRAINED_SLICE):
+            args = [progress.fence, progress.version, pacing, settings.batch_groups, drop_after]
             args += [progress.weights, "1" if progress.finished else ""]
-            args += ["1" if start else "0", *entries[start : start + TRAINED_SLICE]]
+            args += ["1" if start else "0", *groups[start : start + TRAINED_SLICE]]
             shard.call("set_trainer", args)
 
 
@@ -211,36 +213,36 @@ def undo_other_chains(run: Run, settings: NamingSettings, progress: Progress) ->
     )
     text = "batches %d to %d are named again: they were named for another chain, and are not delivered yet"
     logger.warning(text, undone[0].k, undone[-1].k, extra=fields)
-    undo_batches(run, undone, progress.epoch)
+    undo_batches(run, undone, progress.fence)
     for record in undone:
         del progress.batches[record.k]
     return True
 
 
-def undo_batches(run: Run, records: Iterable[BatchRecord], epoch: int) -> None:
+def undo_batches(run: Run, records: Iterable[BatchRecord], fence: str) -> None:
     """Undo the naming of batches: what is left of them can be named again.
 
     The last one goes first, so that the records left at any moment have no gap.
     """
     for record in sorted(records, key=lambda record: -record.k):
         for shard in {pointer.shard for pointer in record.groups}:
-            undo_in_shard(run, run.shard(shard), record.id, epoch)
+            undo_in_shard(run, run.shard(shard), record.id, fence)
         running = json.dumps(record.running_before) if record.running_before else ""
-        run.home.call("unname_batch", [epoch, record.k, record.id, running])
+        run.home.call("unname_batch", [fence, record.k, record.id, running])
 
 
-def undo_unknown(run: Run, records: Collection[BatchRecord], epoch: int) -> None:
+def undo_unknown(run: Run, records: Collection[BatchRecord], fence: str) -> None:
     """Undo batches that a shard knows and the home shard does not: it lost their naming."""
     ids = {record.id for record in records}
     for shard in run.shards:
         for batch_id in (applied_ids(run, shard) | _owner_ids(run, shard)) - ids:
-            undo_in_shard(run, shard, batch_id, epoch)
+            undo_in_shard(run, shard, batch_id, fence)
 
 
-def undo_in_shard(run: Run, shard: Shard, batch_id: str, epoch: int) -> None:
+def undo_in_shard(run: Run, shard: Shard, batch_id: str, fence: str) -> None:
     """Undo a batch in one shard: its groups there are candidates again, its results are deleted."""
     outputs, of_results = results_of(shard, batch_id, read_results(run))
-    shard.call("unapply_batch", [epoch, batch_id, *of_results], unlinked=outputs)
+    shard.call("unapply_batch", [fence, batch_id, *of_results], unlinked=outputs)
 
 
 def applied_ids(run: Run, shard: Shard) -> set[str]:

@@ -90,7 +90,7 @@ def _parts(pointers: list[Pointer], token_bytes: int) -> list[list[Pointer]]:
     return parts
 
 
-def apply(run: Run, record: BatchRecord, epoch: int) -> None:
+def apply(run: Run, record: BatchRecord, fence: str) -> None:
     """Make a named batch known to the shards: who owns its groups, counters, work. Repeating it changes nothing."""
     items = work_items(record)
     for shard in run.shards:
@@ -99,5 +99,5 @@ def apply(run: Run, record: BatchRecord, epoch: int) -> None:
         for start in range(0, len(groups), APPLY_SLICE):
             part = groups[start : start + APPLY_SLICE]
             is_last = start + APPLY_SLICE >= len(groups)
-            head = [epoch, record.id, " ".join(ENDINGS), len(part)]
+            head = [fence, record.id, " ".join(ENDINGS), len(part)]
             shard.call("apply_batch", [*head, *part, *(work if is_last else ())])

@@ -42,7 +42,7 @@ class PromptedGroups:
         self._ends = Ends()
         self._spec: GroupSpec | None = None  # what all groups share
         self._carry_due = -math.inf
-        self._nonce = ""  # of leases that were asked for and have not come yet
+        self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: deque[Lease] = deque()  # not begun yet
         self._wait = Wait(
             Blocked(logic.membership.who, "all prompts are begun", logic.membership.run), cap=1.0
@@ -82,8 +82,8 @@ class PromptedGroups:
 
     def close(self) -> Steps[None]:
         """Nobody asks for more: prompts that were leased and not begun are there for others."""
-        if self._leases:
-            yield give_back(self._home, self._prompts.set.name, list(self._leases))
+        if self._leases or self._nonce:
+            yield give_back(self._home, self._prompts.set.name, list(self._leases), self._nonce)
         self._leases.clear()
 
     @property
@@ -95,15 +95,15 @@ class PromptedGroups:
         membership = self._logic.membership
         while not self._leases:
             yield from self._carry()
-            self._nonce = self._nonce or doors.random_bytes(NONCE_BYTES).hex()
+            self._nonce = doors.random_bytes(NONCE_BYTES).hex()
             reply = yield self._call()
+            self._nonce = ""
             state = reply[0]
             if state == b"unknown":
                 yield from describe(self._home, self._prompts.set)
             elif state in (b"leased", b"again"):
                 entry = as_text(reply[1])
                 self._leases.extend(Lease(as_text(item), entry) for item in reply[2:])
-                self._nonce = ""
                 if self._prompts.set.skip_solved and state == b"leased":
                     yield from self._skip()
             elif state == b"select":

@@ -96,9 +96,9 @@ def read_ends(keys: RunKeys) -> ScriptSteps[list[End]]:
     return ends
 
 
-def give_back(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
-    """Somebody else has to play these prompts."""
-    return _leave(keys, name, "again", leases)
+def give_back(keys: ShardKeys, name: str, leases: Sequence[Lease], nonce: str = "") -> ScriptCall:
+    """Somebody else has to play these prompts, and those of the lease with this nonce, to which there was no answer."""
+    return _leave(keys, name, "again", leases, nonce)
 
 
 def note_ended(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
@@ -106,8 +106,8 @@ def note_ended(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCal
     return _leave(keys, name, "ended", leases)
 
 
-def _leave(keys: ShardKeys, name: str, what: str, leases: Sequence[Lease]) -> ScriptCall:
-    args = [what, *(part for lease in leases for part in lease)]
+def _leave(keys: ShardKeys, name: str, what: str, leases: Sequence[Lease], nonce: str = "") -> ScriptCall:
+    args = [what, nonce, *(part for lease in leases for part in lease)]
     return script_call("leave_prompts", keys, args, **_keys(name, "entries", "again"))
 
 

@@ -124,7 +124,7 @@ def read_staleness(run: Run, version: int) -> Staleness:
         pipe.hgetall(keys.owners)
     trained = [_trained_entries(owners, version) for owners in pipe.execute()]
     for keys, of_shard in zip(run.keys.shards, trained, strict=True):
-        last = max(of_shard, key=_place, default=None)
+        last = max(of_shard, key=lambda entry: tuple(map(int, entry.split("-"))), default=None)
         pipe.xrange(keys.groups, min="-" if last is None else f"({last}", count=LOG_LOOKED_AT)
     entries = [(shard, *entry) for shard, page in enumerate(pipe.execute()) for entry in page]
     groups = parse_groups(run.keys, entries)
@@ -135,16 +135,11 @@ def read_staleness(run: Run, version: int) -> Staleness:
 
 def _trained_entries(owners: Mapping[bytes, bytes], version: int) -> list[str]:
     """Entries of the groups log that are in batches below this version: they stay there until they are committed."""
-    owned = as_texts(owners).items()
     return [
         entry
-        for entry, owner in owned
+        for entry, owner in as_texts(owners).items()
         if ENTRY.fullmatch(entry) and OWNER.fullmatch(owner) and int(owner.partition("-")[0]) < version
     ]
-
-
-def _place(entry: str) -> tuple[int, ...]:
-    return tuple(map(int, entry.split("-")))
 
 
 def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:

@@ -19,8 +19,10 @@ The script finds its keys in the Lua table `keys` (`keys.trainer`), a list among
   whose first write needs memory, so every script does this except those that bring data in (`push`, `begin`,
   `columns`). With a key `kept` the script asks before that whether there is memory, by a write that changes
   nothing: `has_memory`.
-- `fenced by trainer`: the first argument is the caller's epoch. When the hash `keys.trainer` has a higher one, the
-  script changes nothing and `Shard.call` raises EpochFencedError.
+- `fenced by trainer`: the first argument is the caller's epoch and session, `Progress.fence`. When the hash
+  `keys.trainer` has a higher epoch, or the same one of another session (a server may have lost that of a session
+  before), the script changes nothing and `Shard.call` raises EpochFencedError. In the script `ARGV[1]` is the epoch,
+  `session` the session.
 
 Pipeline processes call scripts through a shard of their run:
 
@@ -57,8 +59,16 @@ _FENCE = re.compile(r"^-- fenced by (\w+)$", re.MULTILINE)
 
 #: A write that changes nothing, as `void` is never there; above maxmemory it is refused.
 ASK_FOR_MEMORY: Final = "local has_memory=type(redis.pcall('LPUSHX',KEYS[1],''))=='number'"
-#: Reply of a fenced script to a caller with an older epoch.
+#: Reply of a fenced script to an older caller.
 FENCED: Final = -1
+#: Turns away who is fenced by the hash NAME.
+_FENCE_CODE: Final = (
+    "local held,session=redis.call('HMGET',keys.NAME,'epoch','session'),string.match(ARGV[1],' (.*)') "
+    "ARGV[1]=string.match(ARGV[1],'^%d+') "
+    "if tonumber(ARGV[1])<(tonumber(held[1] or '') or 0) "
+    "or (ARGV[1]==held[1] and held[2] and session~=held[2]) "
+    f"then return {FENCED} end"
+)
 
 
 class Key(NamedTuple):
@@ -181,8 +191,7 @@ def _prologue(keys: Sequence[Key], fence: str | None) -> str:
         if key.is_list:
             parts.append(f"keys.{key.name}={{}} for i={i},#KEYS do keys.{key.name}[i-{i - 1}]=KEYS[i] end")
     if fence is not None:
-        epoch = f"tonumber(redis.call('HGET',keys.{fence},'epoch') or '') or 0"
-        parts.append(f"if tonumber(ARGV[1])<({epoch}) then return {FENCED} end")
+        parts.append(_FENCE_CODE.replace("NAME", fence))
     return " ".join(parts)
 
 

@@ -141,7 +141,7 @@ def must_train(pipeline: Pipeline) -> list[Place]:
     if pipeline.scene.redundancy:  # another member of the group may stand for each of them
         return []
     groups = [group for group in whole_groups(pipeline) if not may_be_dropped(pipeline, group)]
-    return [place for group in groups for place in group.places]
+    return [place for group in groups for place in group.places if not was_lost_twice(pipeline, place)]
 
 
 def whole_groups(pipeline: Pipeline) -> list[Group]:

@@ -26,7 +26,7 @@ from .pipeline import Pipeline
 from .plan import Choices, cut_down
 from .scene import RUN, Place, Violation
 from .strands import Stuck
-from .world import KINDS, URL, World
+from .world import AGAIN_S, KINDS, URL, World
 
 #: Why whole groups are dropped.
 GROUP_REASONS: Final = (
@@ -61,8 +61,7 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     yield from (f"accounting (deep): {text}" for text in audit(run).problems)
     counters = run.counters()
     ledger = Ledger.of(counters)
-    # What the server lost after the trainer's last look stays, for a trainer that takes the run later.
-    may_stay = any(at >= pipeline.closing_at for at, _ in pipeline.world.lost) or _was_stopped(pipeline)
+    may_stay = _was_lost_at_the_end(pipeline) or _was_stopped(pipeline)
     if (ledger.queued or ledger.in_flight) and not may_stay:
         yield f"P3: after the end {ledger.queued} trajectories are queued, {ledger.in_flight} in flight"
     twice = [place for place, count in Counter(weights).items() if count > 1]
@@ -91,7 +90,7 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     if malformed := counters.get("malformed", 0):
         yield f"accounting: {malformed} entries are malformed, and only the run has written"
     store = pipeline.world.server.store
-    yield from _group_problems(pipeline)
+    yield from (f"accounting: {text}" for text in problems_of_groups(pipeline.world.server))
     session, trainer = (store.data.get(SHARD + name, {}) for name in (b"session", b"trainer"))
     if session.get(b"version") != trainer.get(b"version") and not may_stay:
         yield f"P9: the run has version {session.get(b'version')}, producers hear {trainer.get(b'version')}"
@@ -111,13 +110,18 @@ def _may_train_twice(pipeline: Pipeline) -> bool:
     return pipeline.was_stateless and bool(pipeline.world.lost)
 
 
+def _was_lost_at_the_end(pipeline: Pipeline) -> bool:
+    """Whether the server lost something after the trainer's last look: a trainer that takes the run later finds it.
+
+    A request that ended the run may have been repeated until the server was back.
+    """
+    back = dict(pipeline.world.outages)
+    return any(max(at, back.get(at, at)) + AGAIN_S >= pipeline.closing_at for at, _ in pipeline.world.lost)
+
+
 def _was_stopped(pipeline: Pipeline) -> bool:
     """Whether the trainer has ended the run before its time."""
     return pipeline.stopped_at < math.inf
-
-
-def _group_problems(pipeline: Pipeline) -> Iterator[str]:
-    yield from (f"accounting: {text}" for text in problems_of_groups(pipeline.world.server))
 
 
 def _begun_after_the_end(pipeline: Pipeline) -> Iterator[str]:
@@ -234,6 +238,10 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
 
 def _may_count_otherwise(pipeline: Pipeline) -> bool:
     """Whether a job may have trained on what is not in the checkpoint, and the ledger counts it."""
+    if (
+        pipeline.scene.successor_s and pipeline.world.lost
+    ):  # the older job goes on if the newer one's start is lost
+        return True
     lost_at = min((at for at, _ in pipeline.world.lost), default=math.inf)
     each_batch = pipeline.scene.each_batch
     return any(each_batch or end > lost_at for end in pipeline.job_ends)

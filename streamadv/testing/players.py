@@ -176,7 +176,7 @@ class Blocking(_Play):
             if begun.touch(own_s):
                 self.pipeline.touched(self.life, asked, group)
             for rollout in begun:
-                self._played(group, rollout, 0.2 * min(own_s, LONGEST_S))
+                self._played(group, rollout, 0.35 * min(own_s, LONGEST_S))
 
     def do_score(self) -> None:
         """The producer brings the rewards after the pushes, where no scorer does."""

@@ -75,7 +75,7 @@ class Collector:
         fetched = self.ahead.result() if self.ahead else None
         since = tracing.now()
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, fetched, session.epoch)
+            batch = deliver(session.run, computed, self._rank, self._late, fetched, session.fence)
         except UndecodableGroupError as error:
             read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
             raise
@@ -109,7 +109,7 @@ class Collector:
             return False
         logger.error("%s: %s", STAGE, error, extra=self._log_fields("group_unreadable", record))
         if self._rank.world_size > 1:
-            return leave_out(session.run, record, error.problems, session.epoch)
+            return leave_out(session.run, record, error.problems, session.fence)
         deaths: dict[str, Death] = {}
         for (group_id, _), text in error.problems.items():
             deaths.setdefault(group_id, Death("undecodable", text))
@@ -186,7 +186,7 @@ class Collector:
                 raise WireError(f"batch {brief(result.batch)} is none of this run")
             elif session.has_same_servers():  # else the next session decides: the batch may have been lost
                 # Published while the batch was committed or undone, after that had looked for results to delete.
-                recovery.undo_in_shard(session.run, shard, result.batch, session.epoch)
+                recovery.undo_in_shard(session.run, shard, result.batch, session.fence)
         except WireError as error:
             if session.leads and session.has_same_servers():
                 reject(shard, shard.keys.results, entry_id.decode(), str(error))

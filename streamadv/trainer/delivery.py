@@ -67,11 +67,11 @@ def deliver(
     rank: Rank,
     late: Mapping[str, LateColumn],
     ahead: FetchedShare | None,
-    epoch: int,
+    fence: str,
 ) -> Batch:
     """One rank's part of a batch.
 
-    late: suppliers by column. ahead: what was read ahead. epoch: of the session. Raises UndecodableGroupError if a
+    late: suppliers by column. ahead: what was read ahead. fence: of the session. Raises UndecodableGroupError if a
     payload or a result is gone or cannot be read, LateColumnError, EpochFencedError, and SettingError if this world
     size cannot run the late part of the chain.
     """
@@ -86,7 +86,7 @@ def deliver(
     packed = _pack(computed.results, fetched, outputs, rank.device)
     packed, late_metrics = _run_late_part(computed, packed, late, rank.world_size)
     if late:
-        keep_late(run, record.id, packed.share.own, computed.results, share.positions, packed.late, epoch)
+        keep_late(run, record.id, packed.share.own, computed.results, share.positions, packed.late, fence)
     return _cut(computed, packed, late_metrics)
 
 

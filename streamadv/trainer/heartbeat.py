@@ -73,7 +73,7 @@ class Heartbeat:
             None if at is None else round(clock.now() - at, 1),
         )
         with suppress(*SERVER_ERRORS, EpochFencedError):  # the training loop meets the same and says so
-            session.run.home.call("attend", [progress.epoch, self._rank.number, report.to_json()])
+            session.run.home.call("attend", [progress.fence, self._rank.number, report.to_json()])
 
 
 def _beat(heartbeat: weakref.ref[Heartbeat], closed: threading.Event) -> None:

@@ -89,7 +89,7 @@ def keep_late(
     results: BatchResults,
     positions: Positions,
     made: Mapping[str, Tensor],
-    epoch: int,
+    fence: str,
 ) -> None:
     """Hand over what was made of trajectories whose groups commit may keep, so that it can be looked at.
 
@@ -116,7 +116,7 @@ def keep_late(
     with suppress(*RETRYABLE, OutOfMemoryError):
         for (shard, output), fields in calls.items():
             for start in range(0, len(fields) if output else 0, 2 * KEEP_SLICE):
-                arguments = [epoch, batch, *fields[start : start + 2 * KEEP_SLICE]]
+                arguments = [fence, batch, *fields[start : start + 2 * KEEP_SLICE]]
                 run.shard(shard).call("keep_late", arguments, output=output)
 
 

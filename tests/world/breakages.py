@@ -46,6 +46,9 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "a prompt that is left out stays in play": Mutant(
         f"{LUA}/prompts/skip_prompts.lua", "    redis.call('HDEL', keys.prompt_entries, item)\n", ""
     ),
+    "a prompt that was left out is played after a lost answer": Mutant(
+        f"{LUA}/prompts/skip_prompts.lua", "is_leased and not is_solved and 0 or 1", "is_leased and is_solved and 1 or 0"
+    ),
     "a commit does not end its prompts": Mutant(
         f"{LUA}/batch/commit.lua", "    note_prompt_end(prompt, 'trained', figures)\n", ""
     ),
@@ -114,6 +117,9 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "redis.call('HSET', keys.batches, ARGV[2], ARGV[3])",
     ),
     "a batch has no fence": Mutant(f"{LUA}/batch/name_batch.lua", "-- fenced by session\n", ""),
+    "another session of the same epoch passes the fence": Mutant(
+        "streamadv/store/scripts.py", "or (ARGV[1]==held[1] and held[2] and session~=held[2])", ""
+    ),
     "work is handed out twice": Mutant(
         f"{LUA}/batch/apply_batch.lua",
         "if redis.call('HEXISTS', keys.applied, ARGV[2]) == 1 then return 0 end",
@@ -317,16 +323,16 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "what a shard alone knows of a batch is not undone": Mutant(
         "streamadv/batch/recovery.py",
-        "    undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.epoch)\n", "",
+        "    undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.fence)\n", "",
     ),
     "a batch that misses groups is kept": Mutant(
         "streamadv/batch/recovery.py", "if k > next_k or missing(run, batch.record):", "if k > next_k:"
     ),
     "a naming that the server lost is not written again": Mutant(
-        "streamadv/batch/recovery.py", "            name_batch(run, batch.record, progress.epoch)\n", "            pass\n"
+        "streamadv/batch/recovery.py", "            name_batch(run, batch.record, progress.fence)\n", "            pass\n"
     ),
     "records of another branch are taken over": Mutant(
-        "streamadv/batch/recovery.py", "    undo_batches(run, foreign_records, progress.epoch)\n    for record", "    for record"
+        "streamadv/batch/recovery.py", "    undo_batches(run, foreign_records, progress.fence)\n    for record", "    for record"
     ),
     "a commit is said before it is saved": Mutant(
         "streamadv/batch/progress.py", "        self.committed = max(self.committed, version)\n", "        self.committed = version\n"

@@ -3,7 +3,7 @@
 -- letters, or data loss) are not counted.
 -- KEYS  void, trainer, applied, owners, ledger, work, groups
 -- fenced by trainer
--- ARGV  epoch, batch id, outcomes of groups separated by blanks, number of groups, then for each of them:
+-- ARGV  fence, batch id, outcomes of groups separated by blanks, number of groups, then for each of them:
 --       '<entry id> <trajectories>'; then work items JSON ...: with them the batch is complete in this shard
 -- Returns  1, 0 when it was applied before
 if redis.call('HEXISTS', keys.applied, ARGV[2]) == 1 then return 0 end

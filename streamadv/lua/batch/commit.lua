@@ -4,7 +4,7 @@
 -- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, kept,
 --       prompt_ends, unlinked: output | payload | void ...
 -- fenced by trainer
--- ARGV  epoch, batch id, k in the last call of all ('' in others), number of results that the last call in a shard removes
+-- ARGV  fence, batch id, k in the last call of all ('' in others), number of results that the last call in a shard removes
 --       ('' in others), record of the batch for groups that are kept, for each of the results: entry id, bytes of its
 --       output columns; then of each group one text: entry id, numbers of members that are trained on, baselines, and
 --       oversize, bytes, number of payloads, and whether to keep it: '-' = no, '0' = yes, '1' = yes, and behind its

@@ -1,7 +1,7 @@
 -- Groups that are not fit for a batch leave the log for good.
 -- KEYS  void, trainer, groups, ledger, garbage, owners, kept, prompt_ends
 -- fenced by trainer
--- ARGV  epoch, '<batch that is being named> <drop_after>', then for each group: entry id (and ' <group id> <figures>' of a
+-- ARGV  fence, '<batch that is being named> <drop_after>', then for each group: entry id (and ' <group id> <figures>' of a
 --       prompt's group, see lib/prompt_end), reason ('trained': in the checkpoint already; others count as dropped), number of trajectories,
 --       number of payloads, 'payload key bytes' ...
 -- Returns  number of groups dropped; one that is gone from the log is skipped

@@ -2,7 +2,7 @@
 -- do groups count for them that were begun under an older epoch.
 -- KEYS  void, trainer, evals
 -- fenced by trainer
--- ARGV  epoch, version, names of rounds to forget, each
+-- ARGV  fence, version, names of rounds to forget, each
 -- Returns  names of other rounds that have a later version here: all shards forget those together
 local gone, found, flat = {}, {}, redis.call('HGETALL', keys.evals)
 for i = 3, #ARGV do gone[ARGV[i]] = true end

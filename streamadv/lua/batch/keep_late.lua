@@ -2,7 +2,7 @@
 -- to the groups that are kept. A repeated call overwrites. `late_bytes` of the output is what of it `live_bytes` counts.
 -- KEYS  trainer, applied, ledger, output: output
 -- fenced by trainer
--- ARGV  epoch, batch id, then of each trajectory: 'late:<rollout index>:<group id>', what was made of it
+-- ARGV  fence, batch id, then of each trajectory: 'late:<rollout index>:<group id>', what was made of it
 -- Returns  1, or 0 when the batch or the output is gone
 if redis.call('HEXISTS', keys.applied, ARGV[2]) == 0 or redis.call('EXISTS', keys.output) == 0 then return 0 end
 local bytes = 0

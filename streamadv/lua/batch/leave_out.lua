@@ -2,7 +2,7 @@
 -- trained. The dead letter of its group says why at once; it has no payloads, since the other members are trained on.
 -- KEYS  void, trainer, groups, dead, dead_group, applied
 -- fenced by trainer
--- ARGV  epoch, entry id, group id, rollout index, batch id, reason, detail
+-- ARGV  fence, entry id, group id, rollout index, batch id, reason, detail
 -- Returns  1, also when it is left out already; 0 when the shard has no such batch or entry (any more)
 -- include clock
 -- include dead_letter

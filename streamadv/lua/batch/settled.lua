@@ -1,7 +1,7 @@
 -- The last step of taking a run: the other ranks of the job may join from now on.
 -- KEYS  void, session
 -- fenced by session
--- ARGV  epoch, running moments JSON to go on from ('' = none), ids of the batches that the job has named and taken back,
+-- ARGV  fence, running moments JSON to go on from ('' = none), ids of the batches that the job has named and taken back,
 --       ids of the servers that have heard every producer ('' = as noted before)
 -- Returns  1
 if ARGV[2] == '' then redis.call('HDEL', keys.session, 'running') else redis.call('HSET', keys.session, 'running', ARGV[2]) end

@@ -2,7 +2,7 @@
 -- copy; only the first call for a version counts. Without a higher version only the weights are told.
 -- KEYS  void, version: session | trainer, trainer, session, admission
 -- fenced by version
--- ARGV  epoch, new version, groups of the batch in this shard, KL coefficients JSON ('' = as they are), newest version that
+-- ARGV  fence, new version, groups of the batch in this shard, KL coefficients JSON ('' = as they are), newest version that
 --       has weights and their URI ('<version> <URI>', '' = as they are), version that is committed with it ('' = none)
 -- Returns  1, 0 when the version was there already
 -- include announce

@@ -1,7 +1,7 @@
 -- Undo a batch in a shard: the groups it still owns are grouped again and may be named again, its results are removed.
 -- KEYS  void, trainer, applied, owners, ledger, results, unlinked: output | void ...
 -- fenced by trainer
--- ARGV  epoch, batch id, then of each result: entry id, bytes of its output columns
+-- ARGV  fence, batch id, then of each result: entry id, bytes of its output columns
 -- Returns  1, 0 when the shard did not know it
 -- include close_batch
 local known, count, flat = close_batch(ARGV[2], 3, #keys.unlinked), 0, redis.call('HGETALL', keys.owners)

@@ -2,7 +2,7 @@
 -- does not miss the group.
 -- KEYS  void, trainer, groups, ledger, dead, dead_group, applied, owners, prompt_ends
 -- fenced by trainer
--- ARGV  epoch, entry id, group id, id of the batch it is in ('' = none yet), reason, detail, trajectories, bytes
+-- ARGV  fence, entry id, group id, id of the batch it is in ('' = none yet), reason, detail, trajectories, bytes
 -- Returns  1, 0 when the log has no such entry (any more) or the shard no such batch: after data loss the
 --       trainer applies the batch again and then repeats this
 -- include clock

@@ -2,7 +2,7 @@
 -- them: what has ended in the checkpoint has ended, all else is to be played, and what is in play goes on.
 -- KEYS  void, session, prompts, prompt_state, prompt_entries, prompt_again, prompt_given_up
 -- fenced by session
--- ARGV  epoch; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
+-- ARGV  fence; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
 --       '1' if the checkpoint is older than what the run has committed; numbers of sources, counters, prompts that were begun and had not ended, prompts that had ended above `next`; `next`
 --       of each source; each counter and its value; these prompts
 -- Returns  1 if something was set back, else 0

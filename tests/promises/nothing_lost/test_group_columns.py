@@ -212,10 +212,10 @@ def test_a_dead_group_comes_back_with_them(fake: Connection) -> None:
     run = join(fake, "r")
     group_all(run)
     group = logged(run)["g"]
-    run.shard(0).call("set_trainer", [1, 0, "", "", "", "", "", ""])
+    run.shard(0).call("set_trainer", ["1 1-aa", 0, "", "", "", "", "", ""])
     run.shard(0).call(
         "dead_letter_group",
-        [1, group.entry, "g", "", "undecodable", "test", 2, group.size_bytes],
+        ["1 1-aa", group.entry, "g", "", "undecodable", "test", 2, group.size_bytes],
         dead_group="g",
     )
     assert problems(run) == []
@@ -224,7 +224,7 @@ def test_a_dead_group_comes_back_with_them(fake: Connection) -> None:
     [back] = logged(run).values()
     assert back.columns == group.columns
     assert problems(run) == []
-    letter = [1, back.entry, "g", "", "undecodable", "test", 2, group.size_bytes]
+    letter = ["1 1-aa", back.entry, "g", "", "undecodable", "test", 2, group.size_bytes]
     run.shard(0).call("dead_letter_group", letter, dead_group="g")
     run.shard(0).call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shard(0).dead_group("g")])
     assert stored(run) == 0

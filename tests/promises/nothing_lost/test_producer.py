@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ from tests.support import (
     delivered_batch,
     ends,
     group_all,
+    has_been_asked,
+    holding,
     join,
     ledger,
     next_batch,
@@ -484,21 +485,6 @@ async def test_closing_ends_the_tasks_that_wait(run: str) -> None:
             with pytest.raises(ProducerClosedError):
                 await call
         await asyncio.to_thread(until, lambda: not connections_of(client), "disconnected")
-
-
-@contextmanager
-def holding(client: redis.Redis) -> Iterator[None]:
-    """The server answers no script meanwhile."""
-    client.client_pause(60_000, all=False)
-    try:
-        yield
-    finally:
-        client.client_unpause()
-
-
-def has_been_asked(client: redis.Redis) -> bool:
-    """Whether somebody waits for an answer that is held."""
-    return any("b" in each["flags"] for each in client.client_list())
 
 
 async def test_a_close_that_is_cancelled_disconnects(redis_url: str, run: str) -> None:

@@ -489,7 +489,7 @@ def test_results_that_come_too_late_are_deleted(redis_url: str, run: str) -> Non
     keys, scripts = joined.keys.home, joined.connection.scripts
     [(k, _)] = scripts.hgetall(keys.batches).items()
     [batch_id] = scripts.hkeys(keys.applied)
-    joined.home.call("unapply_batch", [99, batch_id], unlinked=[])
+    joined.home.call("unapply_batch", ["99 99-aa", batch_id], unlinked=[])
     scripts.hdel(keys.batches, k)
     queue = TrainerQueue(redis_url, run, batch_groups=2, chain=chain, commit="manual")
     batch = delivered_batch(queue, joined)

@@ -21,6 +21,7 @@ from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     delivered_batch,
+    fence_of,
     group_all,
     identities,
     join,
@@ -236,7 +237,7 @@ def test_saying_it_again_changes_nothing(logged: Run) -> None:
     parts = all_next(ranks, logged)
     record = read_records(logged)[0]
     for _ in range(2):
-        assert leave_out(logged, record, {(record.groups[2].group_id, 1): "gone"}, 1)
+        assert leave_out(logged, record, {(record.groups[2].group_id, 1): "gone"}, fence_of(logged))
     ranks[0].trained(parts[0])
     ranks[0].commit(ranks[0].state_dict())
     assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (15, {"undecodable": 1})
@@ -248,7 +249,7 @@ def test_what_is_left_out_after_a_purge_has_a_letter_of_its_own(logged: Run) -> 
     all_next(ranks, logged)
     record = read_records(logged)[0]
     for index in range(2):
-        assert leave_out(logged, record, {("g2", index): "gone"}, 1)
+        assert leave_out(logged, record, {("g2", index): "gone"}, fence_of(logged))
         assert [(dead.group_id, dead.trajectories) for dead in list_dead(logged)] == [("g2", 1)]
         purge(logged, "g2")
     assert problems(logged) == []
@@ -260,7 +261,7 @@ def test_nothing_is_counted_for_a_rank_that_comes_after_the_commit(logged: Run) 
     record = read_records(logged)[0]
     ranks[0].trained(part)
     ranks[0].commit(ranks[0].state_dict())
-    assert not leave_out(logged, record, {(record.groups[0].group_id, 0): "gone"}, 1)
+    assert not leave_out(logged, record, {(record.groups[0].group_id, 0): "gone"}, fence_of(logged))
     assert (ledger(logged)["trained"], ledger(logged)["dead"]) == (16, {})
     assert list(list_dead(logged)) == []
     assert problems(logged) == []

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 
 import streamadv as sa
 from streamadv.errors import SettingError
+from streamadv.producer import prompted
 from streamadv.prompts.steps import lease
 from streamadv.prompts.stored import Stored, read, read_sets
 from streamadv.run import Run
 from streamadv.store.calls import run_script
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import join, problems, working
+from tests.clusters import until
+from tests.support import has_been_asked, holding, join, problems, working
 
 EPOCHS, COUNT, SIZE = 2, 7, 2
 
@@ -98,6 +101,26 @@ def test_each_prompt_is_trained_once_by_tasks(redis_url: str, run: str) -> None:
     assert set(played(trained).values()) == {1}
     assert len(trained) == EPOCHS * COUNT
     assert stored(join(redis_url, run)).is_over
+
+
+async def test_a_lease_whose_answer_nobody_awaits_is_given_back(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompted, "CARRY_S", 3600.0)  # so that the request that is held is the lease
+    with redis.Redis.from_url(redis_url) as client:
+        async with sa.Producer(redis_url, run) as producer:
+            first = producer.prompts(sa.Prompts(["one", "two"], shuffle=None), SIZE)
+            assert (await anext(first))[0] == "one"
+            with holding(client):
+                task = asyncio.ensure_future(anext(first))
+                await asyncio.to_thread(until, lambda: has_been_asked(client), "asked for a prompt")
+                task.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            second = producer.prompts(sa.Prompts(["one", "two"], shuffle=None), SIZE)
+            async with asyncio.timeout(10.0):
+                assert (await anext(second))[0] == "two"
 
 
 def test_a_prompt_that_fails_is_played_again_and_then_given_up(redis_url: str, run: str) -> None:

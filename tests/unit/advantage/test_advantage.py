@@ -32,6 +32,7 @@ from tests.support import (
     CPU,
     compute_all,
     consumer_of,
+    fence_of,
     group_all,
     join,
     ledger,
@@ -120,7 +121,7 @@ def test_work_is_done_without_dead_letters_of_its_batch(named: Run, count: int) 
     """A server has lost the results, and the trainer has repeated the dead letters before they are computed again."""
     (record,) = read_records(named).values()
     dead = {pointer.group_id: Death("compute_error", "") for pointer in record.groups[:count]}
-    dead_letter_groups(named, record, dead, 1)
+    dead_letter_groups(named, record, dead, fence_of(named))
     compute_all(named)
     batch = TrainerQueue(
         named.connection, "r", batch_groups=4, prefetch=0, chain=record.chain, commit="each_batch"
@@ -133,8 +134,8 @@ def test_work_of_a_batch_that_was_named_again_is_finished_and_no_foreign_entry(n
     """Undoing a batch leaves its work in the stream: processes of the run have written that."""
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     (record,) = read_records(named).values()
-    undo_batches(named, [record], 1)
-    assert name_batch(named, record.model_copy(update={"id": "0-0123456789ab"}), 1)
+    undo_batches(named, [record], fence_of(named))
+    assert name_batch(named, record.model_copy(update={"id": "0-0123456789ab"}), fence_of(named))
     assert prepare_or_discard(named, entry) is None
     assert named.connection.scripts.xlen(named.keys.home.work) == 0
     assert named.connection.scripts.xlen(named.keys.home.malformed) == 0

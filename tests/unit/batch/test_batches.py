@@ -44,6 +44,8 @@ from tests.support import compute_all, group_all, ledger, problems, pushed_run
 CHAIN = build_chain("grpo").config.model_dump(mode="json")
 WITH_KL = build_chain({"estimator": "grpo", "kl": {"coefficient": 0.1}}).config.model_dump(mode="json")
 WHOLE_BATCH = build_chain("verl/gpg").config.model_dump(mode="json")
+#: Of the session that has the run `named`.
+FENCE = "1 1-0123456789ab"
 
 
 def members(
@@ -281,13 +283,13 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0", 1])
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
     record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
-    assert batch_record.name_batch(run, record, record.epoch)
+    assert batch_record.name_batch(run, record, FENCE)
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batch_record.name_batch(run, selection.make_record(0, 1, [], chain=CHAIN), 1)
+    assert not batch_record.name_batch(run, selection.make_record(0, 1, [], chain=CHAIN), FENCE)
     assert batch_record.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
@@ -295,12 +297,12 @@ def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
 def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     for _ in range(3):
-        apply(run, record, 1)
+        apply(run, record, FENCE)
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)
         assert problems(run) == []
     assert compute_all(run) == 2
     for _ in range(3):
-        batch_commit.commit(run, record, 1)
+        batch_commit.commit(run, record, FENCE)
         assert (ledger(run)["trained"], ledger(run)["in_flight"]) == (12, 0)
         assert problems(run) == []
     assert batch_record.read_records(run) == {}
@@ -316,17 +318,17 @@ def test_a_shard_may_learn_of_a_batch_in_parts(
     run, record = named
     shard = run.shard(record.groups[0].shard)
     first = record.in_shard(shard.index)[0]
-    shard.call("apply_batch", [1, record.id, "complete", 1, f"{first.entry} {first.trajectories}"])
+    shard.call("apply_batch", [FENCE, record.id, "complete", 1, f"{first.entry} {first.trajectories}"])
     assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (2, 14)
     assert problems(run) == []
     assert not run.connection.scripts.xlen(shard.keys.work)
     if undone:
-        recovery.undo_unknown(run, [], 1)
+        recovery.undo_unknown(run, [], FENCE)
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (0, 16)
         assert problems(run) == []
     monkeypatch.setattr(work, "APPLY_SLICE", 2)
     for _ in range(2):
-        apply(run, record, 1)
+        apply(run, record, FENCE)
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)
         assert problems(run) == []
     assert compute_all(run) == 2
@@ -337,7 +339,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(
 ) -> None:
     """Between the steps of a commit: other processes may look, and the trainer may die."""
     run, record = named
-    apply(run, record, 1)
+    apply(run, record, FENCE)
     compute_all(run)
     monkeypatch.setattr(batch_commit, "COMMIT_SLICE", 1)
     call, calls, lives = Shard.call, list[str](), 0
@@ -355,7 +357,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(
         calls.clear()
         lives += 1
         with suppress(InterruptedError):
-            batch_commit.commit(run, record, 1)
+            batch_commit.commit(run, record, FENCE)
     assert lives > 2
     assert ledger(run)["trained"] == 12
     assert run.connection.scripts.hlen(run.home.keys.batches) == 0
@@ -366,7 +368,7 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
     taken = {pointer.group_id for pointer in record.groups}
     left = [g for shard in range(2) for g in read_log(run, shard, "0-0", 100) if g.group_id not in taken]
     for _ in range(2):
-        exclusion.drop(run, [(left[0], "stale"), (left[1], "trained")], 1, 0, None)
+        exclusion.drop(run, [(left[0], "stale"), (left[1], "trained")], FENCE, 0, None)
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
     assert problems(run) == []
 
@@ -383,13 +385,13 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
     applied: set[str] = set()
 
     def apply_once(record: BatchRecord) -> None:
-        apply(run, record, 1)
+        apply(run, record, FENCE)
         if record.id not in applied:
             owners.update((p.group_id, record.id) for p in record.groups if p.group_id in logged)
         applied.add(record.id)
 
     def undo(record: BatchRecord) -> None:
-        recovery.undo_unknown(run, [each for each in records if each is not record], 1)
+        recovery.undo_unknown(run, [each for each in records if each is not record], FENCE)
         applied.discard(record.id)
         for group_id in [group_id for group_id, owner in owners.items() if owner == record.id]:
             del owners[group_id]
@@ -400,19 +402,19 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
             owners.pop(group_id, None)
 
     def commit(record: BatchRecord) -> None:
-        batch_commit.commit(run, record, 1)
+        batch_commit.commit(run, record, FENCE)
         applied.discard(record.id)
         leave_log([pointer.group_id for pointer in record.groups])
 
     def drop(_: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
-        exclusion.drop(run, [(group, "trained")], 1, 0, None)
+        exclusion.drop(run, [(group, "trained")], FENCE, 0, None)
         leave_log([group.group_id])
 
     def dead_letter(record: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
         batch = record.id if group.pointer in record.groups else ""
-        exclusion.dead_letter(run, group, Death("crashed", ""), batch, 1)
+        exclusion.dead_letter(run, group, Death("crashed", ""), batch, FENCE)
         if not batch or batch in applied:
             leave_log([group.group_id])
 
@@ -430,16 +432,34 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
     run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0", 1])
     for shard in run.shards:
-        shard.call("set_trainer", [2, 0, "", 1, "", "", "", "0"])
+        shard.call("set_trainer", ["2 2-0123456789ab", 0, "", 1, "", "", "", "0"])
     before = ledger(run)
     logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), 1),
-        lambda: apply(run, record, 1),
-        lambda: batch_commit.commit(run, record, 1),
-        lambda: exclusion.drop(run, [(logged[0], "stale")], 1, 0, None),
+        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), FENCE),
+        lambda: apply(run, record, FENCE),
+        lambda: batch_commit.commit(run, record, FENCE),
+        lambda: exclusion.drop(run, [(logged[0], "stale")], FENCE, 0, None),
     ):
         with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
             attempt()
     assert ledger(run) == before
+    assert problems(run) == []
+
+
+def test_another_session_of_the_same_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
+    """A server that lost the session before gave its epoch away once more."""
+    run, record = named
+    for shard in run.shards:
+        shard.call("set_trainer", [FENCE, 0, "", 1, "", "", "", "0"])
+    scripts, other = run.connection.scripts, "1 1-ba9876543210"
+    before = {key: scripts.dump(key) for key in scripts.scan_iter()}
+    for attempt in (
+        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), other),
+        lambda: apply(run, record, other),
+        lambda: run.home.call("set_trainer", [other, 5, "", 1, "", "", "1", "0"]),
+    ):
+        with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
+            attempt()
+    assert {key: scripts.dump(key) for key in scripts.scan_iter()} == before
     assert problems(run) == []

@@ -49,7 +49,7 @@ def begin(run: Run, progress: Progress) -> Leader:
 def lose_application(run: Run, record: BatchRecord) -> None:
     """As on a shard that goes back to a time before it knew the batch."""
     for shard in run.shards:
-        shard.call("unapply_batch", [99, record.id], unlinked=[])
+        shard.call("unapply_batch", ["99 99-aa", record.id], unlinked=[])
 
 
 def test_a_batch_that_shards_have_lost_is_applied_again(run: Run) -> None:

@@ -55,8 +55,8 @@ def until_heard(run: Run, state: str) -> Trainer:
     raise AssertionError(f"no heartbeat says {state}: {trainer}")
 
 
-def attend(run: Run, rank: int, report: RankReport, epoch: int = 1) -> None:
-    run.home.call("attend", [epoch, rank, report.to_json()])
+def attend(run: Run, rank: int, report: RankReport, fence: str = "1 1-nonce") -> None:
+    run.home.call("attend", [fence, rank, report.to_json()])
 
 
 def test_a_run_without_a_trainer_says_so(run: Run) -> None:
@@ -113,9 +113,9 @@ def test_a_silent_trainer_is_dead_and_a_reason(
 def test_a_rank_of_a_job_that_lost_the_run_is_not_heard(run: Run) -> None:
     for _ in range(2):
         run.home.call("take_epoch", ["", 0, "job", "", "", "nonce", "", "", "", 1])
-    attend(run, 0, RankReport(1, "waits", None, None), epoch=2)
+    attend(run, 0, RankReport(1, "waits", None, None), fence="2 2-nonce")
     with pytest.raises(EpochFencedError):
-        attend(run, 0, RankReport(9, "waits", None, None), epoch=1)
+        attend(run, 0, RankReport(9, "waits", None, None))
     assert read_status(run).trainer.world_size == 1
 
 

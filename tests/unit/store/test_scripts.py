@@ -137,7 +137,7 @@ def test_a_fenced_script_changes_nothing_for_an_older_epoch(fake: Connection, na
         fake.scripts.hset(hash_name, "epoch", 5)
     stored = {key: fake.scripts.dump(key) for key in fake.scripts.scan_iter()}
     with pytest.raises(EpochFencedError, match="run r: a newer trainer has taken over"):
-        Shard("r", 0, KEYS, fake).call(name, [4, *["1"] * 9], **given)
+        Shard("r", 0, KEYS, fake).call(name, ["4 4-aa", *["1"] * 9], **given)
     assert {key: fake.scripts.dump(key) for key in fake.scripts.scan_iter()} == stored
     assert not re.search(r"return -1\b", scripts.source(name)), "says that the caller is fenced"
 
@@ -153,7 +153,7 @@ def test_lines_keep_their_numbers_up_to_the_first_include(name: str) -> None:
 
 
 def test_the_header_says_where_a_call_goes() -> None:
-    call = script_call("trained", KEYS, [1, 2, 3, "", "", ""], version=KEYS.session)
+    call = script_call("trained", KEYS, ["1 1-aa", 2, 3, "", "", ""], version=KEYS.session)
     assert call.keys == [KEYS.void, KEYS.session, KEYS.trainer, KEYS.session, KEYS.admission]
     call = script_call("touch", KEYS, ["g", 5, "p"], group="g")
     assert call.keys == [KEYS.void, KEYS.open, KEYS.group("g"), KEYS.ledger, KEYS.trainer]

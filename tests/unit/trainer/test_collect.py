@@ -23,7 +23,7 @@ from streamadv.trainer.collect import Collector
 from streamadv.trainer.plan import Rank
 from streamadv.trainer.queue import TrainerQueue
 
-from ...support import compute_all, delivered_batch, group_all, problems, pushed_run
+from ...support import compute_all, delivered_batch, fence_of, group_all, problems, pushed_run
 
 #: One work item for each shard.
 WHITENED = {"estimator": "grpo", "whiten_advantages": True}
@@ -44,7 +44,7 @@ def log_of(run: Run, leads: bool = True) -> Collector:
     """As the rank of a session has it that knows all named batches."""
     batches = {k: NamedBatch(record) for k, record in read_records(run).items()}
     session: Any = SimpleNamespace(
-        run=run, leads=leads, batches=batches, epoch=1, has_same_servers=lambda: True
+        run=run, leads=leads, batches=batches, fence=fence_of(run), has_same_servers=lambda: True
     )
     return Collector(session, Rank(0, 1, torch.device("cpu")), {})
 
