@@ -118,7 +118,10 @@ class Progress:
     def __contains__(self, group_id: object) -> bool:
         """Whether the group is in the weights, or another try of its prompt."""
         known = identity(str(group_id))
-        return known in self._uncommitted or known in self._committed or known in self._returning
+        # Another try of a prompt may come much later than servers return what they lost.
+        return any(
+            known in trained for trained in (self._uncommitted, self._committed, self._returning, self.tries)
+        )
 
     def has_committed(self, known: str) -> bool:
         """Whether what is trained on once (`spec.identity`) is in a saved checkpoint, as far as this is remembered."""
@@ -182,7 +185,7 @@ class Progress:
         self.began = self.version = self.committed = self.delivered = version
         self.ends = 0
         self.batches = {}
-        self._uncommitted, self._committed = {}, {}
+        self._uncommitted, self._committed, self.tries = {}, {}, {}
         self._named_elsewhere = 0
 
     # How it goes on

@@ -257,7 +257,7 @@ class World(wire.Network):
 
     def befall(self, process: Process, deviation: Sequence[Any], after: bool) -> None:
         """See `Network`."""
-        if not deviation:
+        if not deviation or self.is_calm:  # drawn before
             return
         kind, *given = deviation
         if after != (kind in ("die", "crash")):

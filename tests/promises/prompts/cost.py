@@ -3,7 +3,7 @@
 python -m tests.promises.prompts.cost [--rounds 25] [--prompts 1000000] [--skip-solved 0]
 
 Producer, workers and trainer take turns in one process, so its processor time is theirs. Both kinds of group take
-turns; of each part the least of all rounds stands. `commit` has what carries the ends of the prompts; `save` comes once
+turns, each as often first as the other; of each part the least of all rounds stands. `commit` has what carries the ends of the prompts; `save` comes once
 a checkpoint.
 """
 
@@ -79,9 +79,10 @@ def play(url: str, rounds: int, count: int, skip_solved: int) -> None:
         }
         options: dict[str, Any] = {"batch_groups": GROUPS, "max_staleness": 2, "commit": "manual"}
         with TrainerQueue(url, "cost", chain={"estimator": "grpo"}, **options) as queue:
-            for _ in range(rounds):
-                for kind, groups in kinds.items():
-                    one_round(clocks[kind], groups, run, queue)
+            for number in range(rounds):
+                order = list(kinds) if number % 2 else list(reversed(kinds))
+                for kind in order:
+                    one_round(clocks[kind], kinds[kind], run, queue)
         show(clocks)
         for kind in kinds.values():
             kind.close()

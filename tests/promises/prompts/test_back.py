@@ -229,12 +229,20 @@ def _carried(producer: sa.Producer) -> Any:
     return Ends().carry(producer._logic.membership.manifest.keys, prompts().set)
 
 
-def test_another_try_of_a_trained_prompt_is_dropped(redis_url: str, run: str) -> None:
+@pytest.mark.parametrize("is_committed_for_long", [False, True])
+def test_another_try_of_a_trained_prompt_is_dropped(
+    redis_url: str, run: str, is_committed_for_long: bool
+) -> None:
     with sa.Producer(redis_url, run) as producer:
         joined = join(redis_url, run)
         first = play(producer.prompts(prompts(epochs=1), SIZE), 1)[0]
-        with queue_of(redis_url, run) as queue:
+        with queue_of(redis_url, run, durability_window=0.0) as queue:
             trained = train(queue, joined, 1)
+            if is_committed_for_long:
+                queue.commit(queue.state_dict())
+                with pytest.raises(sa.errors.NoBatchError):
+                    queue.next_batch(timeout=0)
+                assert not queue.state_dict()["groups"]
             another = producer.begin_group(SIZE, group_id=f"{identity(first)}:1")
             another.run(lambda rollout: rollout.push(**record(rollout)), threads=1)
             group_all(joined)
