@@ -3,8 +3,8 @@
 python -m tests.promises.prompts.cost [--rounds 25] [--prompts 1000000] [--skip-solved 0]
 
 Producer, workers and trainer take turns in one process, so its processor time is theirs. Both kinds of group take
-turns, each as often first as the other; of each part the least of all rounds stands. `commit` has what carries the ends of the prompts; `save` comes once
-a checkpoint.
+turns, each as often first as the other; of each part the least of all rounds stands. `commit` has what carries the ends
+of the prompts; `save` comes once a checkpoint.
 """
 
 from __future__ import annotations
