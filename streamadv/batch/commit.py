@@ -100,7 +100,7 @@ def _commit_in_shard(
     results: Sequence[StoredResult],
     kept_record: str,
 ) -> None:
-    """Commit groups of one shard, in slices. Groups that the log no longer has were committed before."""
+    """Commit groups of one shard, in slices. Groups that the log no longer has were committed before, or are lost."""
     unread = [pointer for pointer in pointers if pointer.group_id not in arguments]
     known = dict(arguments)
     for group in find_groups(run, unread):
@@ -121,6 +121,8 @@ def _commit_in_shard(
             groups.append(f"{known[pointer.group_id].group} {kept}{known[pointer.group_id].prompt}")
             payloads += known[pointer.group_id].payloads
             payloads += [output] if output is not None and kept in "12" else []
+        elif pointer.group_id.startswith(PREFIX):  # the run may not know yet that it is trained on
+            groups.append(f"0-0 0 0 0 0 0 - {pointer.group_id} -")
     outputs, of_results = results_of(shard, record.id, results)
     k = record.k if shard.index == run.home.index else ""
     args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from .. import clock
@@ -28,9 +28,17 @@ _DEAD = "dead:"  # of reasons that make dead letters
 
 
 def drop(
-    run: Run, unfit: Sequence[tuple[LoggedGroup, str]], fence: str, k: int, drop_after: int | None
+    run: Run,
+    unfit: Sequence[tuple[LoggedGroup, str]],
+    fence: str,
+    k: int,
+    drop_after: int | None,
+    uncommitted: Container[str] = (),
 ) -> None:
-    """Take groups in no batch out of the log, each under its reason, while batch k is named."""
+    """Take groups in no batch out of the log, each under its reason, while batch k is named.
+
+    uncommitted: groups in the weights whose prompts end with their commit.
+    """
     dropped = []
     for group, reason in unfit:
         if reason.startswith(_DEAD):
@@ -46,13 +54,8 @@ def drop(
             args: list[Any] = [fence, f"{k} {'' if drop_after is None else drop_after}"]
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
-                args += [
-                    group.entry + of_prompt(group),
-                    reason,
-                    group.count,
-                    len(payloads),
-                    *payloads,
-                ]
+                prompt = "" if group.group_id in uncommitted else of_prompt(group)
+                args += [group.entry + prompt, reason, group.count, len(payloads), *payloads]
             shard.call("drop_groups", args)
 
 

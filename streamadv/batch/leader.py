@@ -209,18 +209,19 @@ class Leader(Session):
         )
         since = tracing.now()
         fit, unfit = choose(self._candidates, k, limit, rules)
+        if not unfit:
+            return fit, False
         # An entry that a server has lost since would make a copy of the one that came again.
-        if unfit and not self.has_same_servers():
+        if not self.has_same_servers():
             return [], True  # what the logs hold is not known, so the run must not end by this look
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
-        drop(self.run, unfit, self.fence, k, rules.drop_after)
+        drop(self.run, unfit, self.fence, k, rules.drop_after, self.progress.uncommitted)
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
-        if unfit:
-            traces.dropped(self.run, k, unfit, since)
-            self._candidates.remove([group for group, _ in unfit])
-        return fit, bool(unfit)
+        traces.dropped(self.run, k, unfit, since)
+        self._candidates.remove([group for group, _ in unfit])
+        return fit, True
 
     def _make_record(self, k: int, groups: Sequence[LoggedGroup], trace: str | None) -> BatchRecord:
         settings, running = self._settings, self.progress.running_named

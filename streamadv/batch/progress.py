@@ -134,6 +134,11 @@ class Progress:
         return [self.tries.get(each, each) for each in known]
 
     @property
+    def uncommitted(self) -> set[str]:
+        """Groups in the weights that are in no saved checkpoint."""
+        return {self.tries.get(each, each) for each in self._uncommitted}
+
+    @property
     def has_prompts(self) -> bool:
         """Whether it has trained on groups of prompts."""
         return bool(self.prompts) or any(group_id.startswith(PREFIX) for group_id in self.groups)

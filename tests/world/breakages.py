@@ -50,7 +50,18 @@ MUTANTS: Final[dict[str, Mutant]] = {
         f"{LUA}/prompts/skip_prompts.lua", "is_leased and not is_solved and 0 or 1", "is_leased and is_solved and 1 or 0"
     ),
     "a commit does not end its prompts": Mutant(
-        f"{LUA}/batch/commit.lua", "    note_prompt_end(prompt, 'trained', figures)\n", ""
+        f"{LUA}/batch/commit.lua", "    note_prompt_end(prompt, 'trained', figures)\n    local left_out", "    local left_out"
+    ),
+    "a prompt whose group is lost does not end with its commit": Mutant(
+        f"{LUA}/batch/commit.lua",
+        "    note_prompt_end(prompt, 'trained', figures)\n  elseif",
+        "    groups = groups + 0\n  elseif",
+    ),
+    "a prompt ends with a copy of its uncommitted group": Mutant(
+        "streamadv/batch/leader.py", "rules.drop_after, self.progress.uncommitted)", "rules.drop_after)"
+    ),
+    "another try of a trained prompt is forgotten with its commit": Mutant(
+        "streamadv/batch/progress.py", "self._committed, self._returning, self.tries))", "self._committed, self._returning))"
     ),
     "prompts are trained on once a try": Mutant(
         "streamadv/prompts/spec.py", 'return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id', "return group_id"
@@ -201,7 +212,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "groups in the weights are trained on again": Mutant(
         "streamadv/batch/progress.py",
-        "return known in self._uncommitted or known in self._committed or known in self._returning",
+        "return any(known in trained for trained in (self._uncommitted, self._committed, self._returning, self.tries))",
         "return False",
     ),
     "a group in hand is forgotten with its server": Mutant(
@@ -358,9 +369,8 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "a commit keeps what is committed already": Mutant(
         f"{LUA}/batch/commit.lua",
-        "  if redis.call('XDEL', keys.groups, entry) == 1 then\n    groups",
-        "  if logged then keep_trained(logged[2]) end\n"
-        "  if redis.call('XDEL', keys.groups, entry) == 1 then\n    groups",
+        "  if entry == '0-0' then\n",
+        "  if logged then keep_trained(logged[2]) end\n  if entry == '0-0' then\n",
     ),
     "a kept group is not counted": Mutant(
         f"{LUA}/lib/keep.lua",

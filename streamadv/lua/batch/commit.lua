@@ -10,7 +10,7 @@
 --       oversize, bytes, number of payloads, and whether to keep it: '-' = no, '0' = yes, '1' = yes, and behind its
 --       payloads stands the output with its results, in the field 'kept:<group id>', '2' = likewise, and what the
 --       trainer has made of its members, in 'late:<rollout index>:<group id>'; then the id of a prompt's
---       group and its figures (see lib/prompt_end)
+--       group and its figures (see lib/prompt_end); of one that a server has lost the entry is '0-0'
 -- Returns  number of groups committed
 -- include count
 -- include owners
@@ -59,7 +59,9 @@ for i = 6 + 2 * results, #ARGV do
     string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-012]) ?(%S*) ?(%S*)$')
   payloads = tonumber(payloads)
   local logged = kept ~= '-' and keeps('trained') and redis.call('XRANGE', keys.groups, entry, entry)[1]
-  if redis.call('XDEL', keys.groups, entry) == 1 then
+  if entry == '0-0' then
+    note_prompt_end(prompt, 'trained', figures)
+  elseif redis.call('XDEL', keys.groups, entry) == 1 then
     groups = groups + 1
     note_prompt_end(prompt, 'trained', figures)
     local left_out = math.min(tonumber(trained), #(exclusions[entry] or {}))
