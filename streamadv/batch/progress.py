@@ -118,10 +118,11 @@ class Progress:
     def __contains__(self, group_id: object) -> bool:
         """Whether the group is in the weights, or another try of its prompt."""
         known = identity(str(group_id))
-        # Another try of a prompt may come much later than servers return what they lost.
-        return any(
-            known in trained for trained in (self._uncommitted, self._committed, self._returning, self.tries)
-        )
+        if (
+            known in self.tries
+        ):  # another try of a prompt may come much later than servers return what they lost
+            return True
+        return known in self._uncommitted or known in self._committed or known in self._returning
 
     def has_committed(self, known: str) -> bool:
         """Whether what is trained on once (`spec.identity`) is in a saved checkpoint, as far as this is remembered."""
