@@ -118,11 +118,9 @@ class Progress:
     def __contains__(self, group_id: object) -> bool:
         """Whether the group is in the weights, or another try of its prompt."""
         known = identity(str(group_id))
-        if (
-            known in self.tries
-        ):  # another try of a prompt may come much later than servers return what they lost
-            return True
-        return known in self._uncommitted or known in self._committed or known in self._returning
+        # Another try of a prompt may come much later than servers return what they lost.
+        is_tried = known in self.tries
+        return is_tried or known in self._uncommitted or known in self._committed or known in self._returning
 
     def has_committed(self, known: str) -> bool:
         """Whether what is trained on once (`spec.identity`) is in a saved checkpoint, as far as this is remembered."""

@@ -61,7 +61,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "streamadv/batch/leader.py", "rules.drop_after, self.progress.uncommitted)", "rules.drop_after)"
     ),
     "another try of a trained prompt is forgotten with its commit": Mutant(
-        "streamadv/batch/progress.py", "if known in self.tries:", "if False:"
+        "streamadv/batch/progress.py", "is_tried = known in self.tries", "is_tried = False"
     ),
     "prompts are trained on once a try": Mutant(
         "streamadv/prompts/spec.py", 'return group_id.rpartition(":")[0] if GROUP_ID.fullmatch(group_id) else group_id', "return group_id"
@@ -212,7 +212,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "groups in the weights are trained on again": Mutant(
         "streamadv/batch/progress.py",
-        "return known in self._uncommitted or known in self._committed or known in self._returning",
+        "return is_tried or known in self._uncommitted or known in self._committed or known in self._returning",
         "return False",
     ),
     "a group in hand is forgotten with its server": Mutant(
