@@ -44,6 +44,8 @@ class _Play:
         self.plays = plays
         """Seconds of one rollout."""
         self.asked = self.world.time
+        self.played_s = 0.0
+        """Seconds of the operation that were no waiting."""
         self.reward: dict[str, Any] = {"reward_later": True} if pipeline.scene.scored else {}
         self.needed: dict[str, Any] = {"ref_log_probs": [-1.0] * 5} if pipeline.scene.needs else {}
 
@@ -89,13 +91,15 @@ class Blocking(_Play):
             GroupEndedError, RunEndedError
         ):  # done by an earlier life, or the run has ended meanwhile
             getattr(self, f"do_{kind}")()
-        self.pipeline.waited(self.life, self.asked)
+        self.pipeline.waited(self.life, self.asked + self.played_s)
         self.pipeline.played(kind, self.asked)
 
     def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
         """One rollout is played and pushed."""
         self.world.moment()
-        self.world.sleep(self.plays if seconds is None else seconds)
+        seconds = self.plays if seconds is None else seconds
+        self.world.sleep(seconds)
+        self.played_s += seconds
         self.pipeline.look_at_played(group)
         code = rollout.push(**self.columns(rollout.rollout_index))
         if rollout.rollout_index < group.size:
@@ -236,7 +240,7 @@ class Asyncio(_Play):
         self.asked = self.world.time
         with suppress(GroupEndedError, RunEndedError):
             await getattr(self, f"do_{kind}")()
-        self.pipeline.waited(self.life, self.asked)
+        self.pipeline.waited(self.life, self.asked + self.played_s)
         self.pipeline.played(kind, self.asked)
 
     async def do_push(self) -> None:
@@ -279,7 +283,9 @@ class Asyncio(_Play):
 
     async def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
         self.world.moment()
-        await asyncio.sleep(self.plays if seconds is None else seconds)
+        seconds = self.plays if seconds is None else seconds
+        await asyncio.sleep(seconds)
+        self.played_s += seconds
         self.pipeline.look_at_played(group)
         code = await rollout.push(**self.columns(rollout.rollout_index))
         if rollout.rollout_index < group.size:
