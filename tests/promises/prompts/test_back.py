@@ -255,6 +255,22 @@ def test_another_try_of_a_trained_prompt_is_dropped(
         assert not problems(joined)
 
 
+def test_a_prompt_whose_group_a_server_has_lost_ends_with_its_commit(redis_url: str, run: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        play(producer.prompts(prompts(epochs=1), SIZE), 1)
+        with queue_of(redis_url, run) as queue:
+            train(queue, joined, 1)
+            state = queue.state_dict()
+        log = joined.home.keys.groups
+        [(entry, _)] = joined.connection.scripts.xrange(log)
+        joined.connection.scripts.xdel(log, entry)
+        with queue_of(redis_url, run) as queue:
+            queue.load_state_dict(state)
+        carry_ends(joined)
+        assert stored(joined).counters == {"trained 1 0": 1}
+
+
 def test_what_is_in_the_weights_ends_though_nobody_plays_any_more(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
