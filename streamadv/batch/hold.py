@@ -136,11 +136,11 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
     pipe = run.connection.scripts.pipeline(transaction=False)
     for keys in run.keys.shards:
         pipe.hget(keys.trainer, "epoch")
+    # The home shard may have lost what another one knows.
+    known = max(progress.epoch, *map(as_count, pipe.execute()))
     args: list[Any] = [
         "" if progress.began is None else progress.version,
-        max(
-            progress.epoch, *map(as_count, pipe.execute())
-        ),  # the home shard may have lost what another one knows
+        known,
         progress.job,
         progress.session,
         founding_epoch(progress.session) if progress.session else "",

@@ -158,3 +158,13 @@ def test_groups_of_batches_named_before_a_server_was_replaced_are_remembered_for
     assert progress.groups == group_ids
     progress.servers_confirmed(clock.now() + RETURN_WINDOW_S + 1, True)
     assert progress.groups == []
+
+
+def test_a_new_job_is_above_what_any_shard_knows(run: Run) -> None:
+    """The home shard has lost the job before, and another shard has not."""
+    take_over(run, SETTINGS, Progress())
+    home = run.home.keys
+    run.connection.scripts.delete(home.session, home.trainer)
+    progress = Progress()
+    take_over(run, SETTINGS, progress)
+    assert progress.epoch == 2
