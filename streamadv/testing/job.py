@@ -29,6 +29,8 @@ COLLECTIVE_S: Final = 45.0
 #: Seconds after which everybody has heard of a producer that nothing disturbs. A server that has died is no excuse: the
 #: run waits until the next one has heard of everybody.
 KNOWN_S: Final = 20.0
+#: Seconds after its opening in which a trainer may not have heard of a producer yet.
+HEARD_OF_S: Final = 5.0
 #: In a checkpoint: what has been trained on, in the order of training.
 WEIGHTS: Final = "weights.json"
 
@@ -298,10 +300,10 @@ class Job:
                 and life.closed is None
                 and world.time - max(life.process.disturbed_until, world.refused_until) > KNOWN_S
             )
-            if not is_well:
+            if not is_well or self._came_meanwhile(life):
                 continue
             # With prompts a producer has finished while it waits for what others play.
-            if not life.finishes and not pipeline.scene.prompts and world.time - life.opened > 5.0:
+            if not life.finishes and not pipeline.scene.prompts and world.time - life.opened > HEARD_OF_S:
                 pipeline.violate(
                     f"P3: the run has ended, and producer {life.name} is alive and has not finished"
                 )
@@ -313,6 +315,11 @@ class Job:
                 pipeline.violate(
                     f"P3: the run has ended without {missing[:4]} of {life.name}, which is alive"
                 )
+
+    def _came_meanwhile(self, life: Life) -> bool:
+        """Whether the producer may have come after this rank's request that ended the run, whose answer came late."""
+        disturbances = self.pipeline.world.process.disturbances
+        return any(first <= life.opened + HEARD_OF_S and life.opened <= last for first, last in disturbances)
 
     def _has_pushed(self, life: Life, place: Place) -> bool:
         return any(each.life is life for each in self.pipeline.acknowledged.get(place, ()))
