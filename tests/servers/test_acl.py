@@ -594,7 +594,7 @@ def test_no_dead_letter_looks_like_a_key_that_a_producer_may_use(empty: Guarded,
         (
             "producer",
             lambda url: TrainerQueue(url, RUN, batch_groups=1, commit="each_batch").next_batch(timeout=9),
-            f"EVAL(SHA)? of run {RUN}",
+            f"HGET of run {RUN}",
         ),
         ("producer", lambda url: read_status(find_run(Connection(url), RUN)), f"HGETALL of run {RUN}"),
     ],
