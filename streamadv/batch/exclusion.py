@@ -33,7 +33,7 @@ def drop(
     fence: str,
     k: int,
     drop_after: int | None,
-    uncommitted: Container[str] = (),
+    uncommitted: Container[str],
 ) -> None:
     """Take groups in no batch out of the log, each under its reason, while batch k is named.
 

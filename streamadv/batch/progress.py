@@ -115,6 +115,11 @@ class Progress:
         self.groups_saved: list[str] = []  # as `groups` was then
         self.is_set_back = False  # to a checkpoint older than what the run had committed
 
+    @property
+    def fence(self) -> str:
+        """What fenced scripts take: epoch and session."""
+        return f"{self.epoch} {self.session}"
+
     def __contains__(self, group_id: object) -> bool:
         """Whether the group is in the weights, or another try of its prompt."""
         known = identity(str(group_id))
@@ -257,11 +262,6 @@ class Progress:
         if known != group_id:
             self.tries[known] = group_id
         return known
-
-    @property
-    def fence(self) -> str:
-        """What fenced scripts take: epoch and session."""
-        return f"{self.epoch} {self.session}"
 
     def servers_confirmed(self, asked: float, caught_up: bool) -> None:
         """The servers that the commits were sent to still answered at `asked` (`clock.now()`).

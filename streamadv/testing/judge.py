@@ -238,7 +238,7 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
 
 def _may_count_otherwise(pipeline: Pipeline) -> bool:
     """Whether a job may have trained on what is not in the checkpoint, and the ledger counts it."""
-    if pipeline.scene.successor_s and pipeline.world.lost:
+    if pipeline.scene.successor_s and pipeline.jobs > 1 and pipeline.world.lost:
         return True  # an older job goes on if the start of a newer one is lost
     lost_at = min((at for at, _ in pipeline.world.lost), default=math.inf)
     each_batch = pipeline.scene.each_batch

@@ -368,7 +368,7 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
     taken = {pointer.group_id for pointer in record.groups}
     left = [g for shard in range(2) for g in read_log(run, shard, "0-0", 100) if g.group_id not in taken]
     for _ in range(2):
-        exclusion.drop(run, [(left[0], "stale"), (left[1], "trained")], FENCE, 0, None)
+        exclusion.drop(run, [(left[0], "stale"), (left[1], "trained")], FENCE, 0, None, ())
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
     assert problems(run) == []
 
@@ -408,7 +408,7 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
 
     def drop(_: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
-        exclusion.drop(run, [(group, "trained")], FENCE, 0, None)
+        exclusion.drop(run, [(group, "trained")], FENCE, 0, None, ())
         leave_log([group.group_id])
 
     def dead_letter(record: BatchRecord) -> None:
@@ -439,7 +439,7 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
         lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), FENCE),
         lambda: apply(run, record, FENCE),
         lambda: batch_commit.commit(run, record, FENCE),
-        lambda: exclusion.drop(run, [(logged[0], "stale")], FENCE, 0, None),
+        lambda: exclusion.drop(run, [(logged[0], "stale")], FENCE, 0, None, ()),
     ):
         with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
             attempt()
