@@ -43,7 +43,7 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     _restore_statistics(run, progress, recorded)
     _finish_commits(run, progress, recorded, run_committed)
     foreign_records = [
-        record for record in recorded.values() if not _is_ours(progress, record, begins_branch)
+        record for record in recorded.values() if not _is_ours(run, progress, record, begins_branch)
     ]
     undo_batches(run, foreign_records, progress.fence)
     for record in foreign_records:
@@ -116,13 +116,13 @@ def _finish_commits(run: Run, progress: Progress, recorded: dict[int, BatchRecor
         commit(run, recorded.pop(k), progress.fence)
 
 
-def _is_ours(progress: Progress, record: BatchRecord, begins_branch: bool) -> bool:
+def _is_ours(run: Run, progress: Progress, record: BatchRecord, begins_branch: bool) -> bool:
     """Whether a record of the run is of this job's past, or a batch that it takes over as it is."""
     batch = progress.batches.get(record.k)
     if batch is not None:
         return record.id == batch.record.id
-    if record.k < progress.version:  # of a branch that this checkpoint is not from, if named after it
-        return not begins_branch or record.epoch <= progress.loaded_epoch
+    if record.k < progress.version:  # a server that has lost this job may have heard of an older one since
+        return all(pointer.group_id in progress for pointer in _living(run, record))
     return begins_branch or record.epoch >= progress.branch
 
 
@@ -169,13 +169,18 @@ def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]
 
 def missing(run: Run, record: BatchRecord) -> list[Pointer]:
     """Groups of a batch that the server has lost; dead letters are not lost."""
-    dead = read_exclusions(run, record.id, record.groups).dead
-    living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+    living = _living(run, record)
     return [
         pointer
         for pointer, group in zip(living, find_groups(run, living), strict=True)
         if group is None or group.group_id != pointer.group_id
     ]
+
+
+def _living(run: Run, record: BatchRecord) -> list[Pointer]:
+    """Groups of a batch that are not dead letters."""
+    dead = read_exclusions(run, record.id, record.groups).dead
+    return [pointer for pointer in record.groups if pointer.group_id not in dead]
 
 
 def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:

@@ -62,12 +62,12 @@ def is_excused(pipeline: Pipeline, acknowledged: list[Acknowledged]) -> bool:
 
 
 def was_lost_twice(pipeline: Pipeline, place: Place) -> bool:
-    """Whether the server lost it, or that its group was complete, and then a trainer ended that may have trained it."""
+    """Whether a trainer that has ended had trained on it, and the server lost something since it was pushed."""
     lost = [
         at
-        for at, since in pipeline.world.lost
+        for at, _ in pipeline.world.lost
         for each in pipeline.acknowledged[place]
-        if (since - SLACK_S <= each.when or pipeline.trained[place]) and each.asked <= at + SLACK_S
+        if pipeline.trained[place] and each.asked <= at + SLACK_S
     ]
     return any(end > min(lost) for end in pipeline.job_ends) if lost else False
 

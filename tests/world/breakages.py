@@ -333,8 +333,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "streamadv/batch/recovery.py", "    _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost\n", ""
     ),
     "what a shard alone knows of a batch is not undone": Mutant(
-        "streamadv/batch/recovery.py",
-        "    undo_unknown(run, [batch.record for batch in progress.batches.values()], progress.fence)\n", "",
+        "streamadv/batch/recovery.py", "_owner_ids(run, shard)) - ids:", "_owner_ids(run, shard)) & set():"
     ),
     "a batch that misses groups is kept": Mutant(
         "streamadv/batch/recovery.py", "if k > next_k or missing(run, batch.record):", "if k > next_k:"
