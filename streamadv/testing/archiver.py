@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -11,6 +11,7 @@ from .. import doors
 from ..archive.folder import Folder, create_folder
 from ..archive.follow import Archive, Archived, Form
 from ..run.manifest import RunSettings
+from ..store.keys import RunKeys
 from .roles import opened
 
 #: Seconds between two steps, in which it may be killed.
@@ -26,11 +27,11 @@ class Record(NamedTuple):
     entry: str
 
 
-def archiver(run: str, settings: RunSettings, path: Path) -> None:
-    """The process that archives the run into a folder."""
+def archiver(run: str, settings: RunSettings, path: Path, wrote: Callable[[], object]) -> None:
+    """The process that archives the run into a folder. wrote: called after each file."""
     joined = opened(run, settings)
     folder = create_folder(path, joined.keys)
-    with Archive(joined, _SteppedFolder(path, folder.keys), Form("jsonl", _File, _read_ids)) as archive:
+    with Archive(joined, _SteppedFolder(path, folder.keys, wrote), Form("jsonl", _File, _read_ids)) as archive:
         archive.follow(doors.Event())
 
 
@@ -45,6 +46,10 @@ def read_records(path: Path) -> list[Record]:
 class _SteppedFolder(Folder):
     """Killed processes of a world never let go of a lock, so there is none."""
 
+    def __init__(self, path: Path, keys: RunKeys, wrote: Callable[[], object]) -> None:
+        super().__init__(path, keys)
+        self._wrote = wrote
+
     def lock(self) -> None:
         self.remove_unfinished()
 
@@ -52,6 +57,7 @@ class _SteppedFolder(Folder):
         doors.sleep(STEP_S)
         path = super().finish(shard, first, last, suffix)
         doors.sleep(STEP_S)
+        self._wrote()
         return path
 
 

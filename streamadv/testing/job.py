@@ -243,6 +243,10 @@ class Job:
                     )
 
     def _save(self, queue: TrainerQueue, rank: int) -> None:
+        self._save_in(queue, rank)
+        self.pipeline.world.moment()
+
+    def _save_in(self, queue: TrainerQueue, rank: int) -> None:
         if self.pipeline.scene.folder and not self.pipeline.scene.each_batch:
             with queue.checkpoint(self.pipeline.folder) as path:
                 if not rank:
@@ -297,13 +301,14 @@ class Job:
         for life in pipeline.lives:
             is_well = (
                 not life.process.dead
-                and life.closed is None
+                and life.left is None
                 and world.time - max(life.process.disturbed_until, world.refused_until) > KNOWN_S
             )
             if not is_well or self._came_meanwhile(life):
                 continue
             # With prompts a producer has finished while it waits for what others play.
-            if not life.finishes and not pipeline.scene.prompts and world.time - life.opened > HEARD_OF_S:
+            is_here = life.closed is None
+            if is_here and not life.finishes and not pipeline.scene.prompts and world.time - life.opened > HEARD_OF_S:
                 pipeline.violate(
                     f"P3: the run has ended, and producer {life.name} is alive and has not finished"
                 )

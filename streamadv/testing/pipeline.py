@@ -19,6 +19,8 @@ from typing import Any, Final
 from .. import doors
 from ..advantage import worker
 from ..archive import follow
+from ..batch import commit as batches
+from ..batch import exclusion, recovery, work
 from ..errors import StreamadvError
 from ..grouping import grouper as grouping
 from ..grouping import housekeeping
@@ -71,6 +73,26 @@ POLLS: Final = (
     (follow, "POLL_S", 5.0),
     (steps, "LEFT_PER_LEASE", 3),  # so that a few prompts are leased together
 )
+
+#: Pages and slices of a scene that is `in_parts`.
+PARTS: Final = (
+    (grouping, "TAKE_COUNT", 2),
+    (grouping, "TAKE_MEMBERS", 2),
+    (housekeeping, "EXPIRE_COUNT", 1),
+    (housekeeping, "SWEEP_COUNT", 1),
+    (housekeeping, "SCORES_COUNT", 1),
+    (consumer, "PENDING_PAGE", 1),
+    (batches, "COMMIT_SLICE", 1),
+    (exclusion, "DROP_SLICE", 1),
+    (recovery, "TRAINED_SLICE", 1),
+    (work, "APPLY_SLICE", 1),
+    (work, "ITEM_TRAJECTORIES", 2),
+    (follow, "PAGE", 1),
+    (steps, "PAGE", 2),
+)
+#: When the server's clock is set back in a scene that is `behind`, and by how many seconds.
+BEHIND_AT_S: Final = 2.0
+BEHIND_S: Final = 7200.0
 
 #: What `trim_kept` writes behind the bytes in a run that keeps everything.
 KEEP: Final = "1.0 1.0 1.0 1.0"
@@ -163,7 +185,7 @@ class Pipeline:
             if self.scene.scored:
                 self._supervise("scorer", self._scorer)
             if self.scene.archive:
-                self._supervise("archiver", lambda: archiver(RUN, self.settings, self.folder / "archive"))
+                self._supervise("archiver", self._archiver)
             for number, plan in enumerate(self.scene.producers):
                 self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
             world.at(self.scene.trainer_late_s, self._start_job)
@@ -171,6 +193,8 @@ class Pipeline:
                 world.at(self.scene.successor_s, self._start_successor)
             if self.scene.needs:
                 world.at(PURGE_S, lambda: self._supervise("operator", self._purge))
+            if self.scene.behind:
+                world.at(BEHIND_AT_S, lambda: world.jump(-BEHIND_S))
             world.at(self.scene.calm_s, self._calm)
             world.at(LOOK_S, Lookout(self).look)
             for number in range(INSPECTIONS):
@@ -212,6 +236,7 @@ class Pipeline:
         """Polls are rarer; ranks find the store of their job, and only those that live remove files."""
         changes = (
             *POLLS,
+            *(PARTS if self.scene.in_parts else ()),
             (together, "_store", lambda _: self._job_here().store),
             (checkpoints, "shutil", files_of(self)),
         )
@@ -281,6 +306,9 @@ class Pipeline:
 
     def _scorer(self) -> None:
         Scorer(URL, RUN, SCORER, settings=self.settings).run(_score, doors.Event())
+
+    def _archiver(self) -> None:
+        archiver(RUN, self.settings, self.folder / "archive", self.world.moment)
 
     # Operators
 

@@ -123,6 +123,10 @@ class Scene:
     """Whether the trainer begins without a checkpoint's state, after the last commit."""
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
+    in_parts: bool
+    """Whether pages and slices are so small that much goes in more than one call."""
+    behind: bool
+    """Whether the server's clock is set back before much has come, so that what is lost leaves its ids to others."""
     calm_s: float
     """Seconds of the world after which nothing fails any more."""
 
@@ -198,5 +202,7 @@ def draw_scene(world: World) -> Scene:
         successor_s=pick("successor_s", 0.0, 6.0, 12.0, 25.0, often=3 * FEATURE),
         stops_after=pick("stops_after", 0, 1, 3, often=FEATURE),
         stateless=pick("stateless", False, True, often=3 * FEATURE),
+        in_parts=pick("in_parts", False, True, often=4 * FEATURE),
+        behind=pick("behind", False, True, often=2 * FEATURE),
         calm_s=pick("calm_s", 60.0, *(() if is_large else (10.0, 20.0, 20.0, 30.0))),
     )

@@ -273,13 +273,17 @@ class World(wire.Network):
             case "forget":
                 self.server.forget_scripts()
             case "jump":
-                self.server.offset += given[0]
-                self.jumps.append((self.time, given[0]))
-                self._follow()
+                self.jump(*given)
             case "pause":
                 self._pause(process, given[0])
             case "set":
                 process.offset += given[0]
+
+    def jump(self, seconds: float) -> None:
+        """The server's clock is set."""
+        self.server.offset += seconds
+        self.jumps.append((self.time, seconds))
+        self._follow()
 
     def crash(self, lost_s: float, down_s: float) -> None:
         """The server dies, comes back after a while, and has lost the writes of the last seconds."""
