@@ -287,6 +287,8 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "a batch that is undone keeps its record": Mutant(
         f"{LUA}/batch/unname_batch.lua", "redis.call('HDEL', keys.batches, ARGV[2])\n", ""
     ),
+    "a group that has come in part is taken for whole": "a usable packet is passed over if its payload is gone, and then no group is taken for whole, or if another grouper has taken it, which the group's slots say",
+    "a prompt whose group is lost does not end with its commit": "until an hour after its commit the trainer knows the group, and ends its prompt at the end of the run; no schedule is as long (a test is)",
     "a dropped group is in flight": Mutant(
         f"{LUA}/batch/drop_groups.lua", "disown(keys.owners, entry)", "'grouped'"
     ),
@@ -411,6 +413,8 @@ EQUIVALENT: Final[dict[str, str]] = {
     "what is in hand is taken in hand again": _HANDED_OFF_ONCE,
     "a reply that was lost is not asked for again": "its entries are pending under the consumer's own name, and it takes them over once their lease ends",
     "nobody is told that there is room": "who waits for room asks again by itself after a pause, so it waits a pause longer",
+    "a group that has come in part is taken for whole": "a usable packet is passed over if its payload is gone, and then no group is taken for whole, or if another grouper has taken it, which the group's slots say",
+    "a prompt whose group is lost does not end with its commit": "until an hour after its commit the trainer knows the group, and ends its prompt at the end of the run; no schedule is as long (a test is)",
     "a dropped group is in flight": "what is dropped is a candidate, and a candidate has no owner: a batch that had it was undone before",
     "a batch is named twice": "rank 0 names one again in its epoch only if the reply was lost, and goes on with the record that stands; other ranks have a batch when its results are there",
     "a late heartbeat takes the end back": "a producer that lives says the end again within 10 s, and the world drops what is under way on a connection that is closed",
