@@ -6,7 +6,7 @@ Repeating a commit changes nothing: only the call that deletes the entry of the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -75,11 +75,12 @@ def commit(
     arguments: Mapping[str, CommitArguments] | None = None,
     results: Sequence[StoredResult] = (),
     figures: Mapping[str, float] = MappingProxyType({}),
+    ended: Callable[[int], object] = bool,
 ) -> None:
     """Count a batch as trained and delete what is stored of it.
 
     arguments: by id, of groups that need not be read from the log again. results: the batch's, likewise. figures: that
-    are kept with its groups.
+    are kept with its groups. ended: called with the number of groups after each part of them.
     The session hash must say already that the batch is committed (`commit_session.lua`).
     """
     results = results or read_results(run)
@@ -87,7 +88,7 @@ def commit(
         pointers = record.in_shard(shard.index)
         if pointers or shard.index == run.home.index:
             kept = record.for_kept(figures)
-            _commit_in_shard(run, shard, record, pointers, fence, arguments or {}, results, kept)
+            _commit_in_shard(run, shard, record, pointers, fence, arguments or {}, results, kept, ended)
 
 
 def _commit_in_shard(
@@ -99,6 +100,7 @@ def _commit_in_shard(
     arguments: Mapping[str, CommitArguments],
     results: Sequence[StoredResult],
     kept_record: str,
+    ended: Callable[[int], object],
 ) -> None:
     """Commit groups of one shard, in slices. Groups that the log no longer has were committed before, or are lost."""
     unread = [pointer for pointer in pointers if pointer.group_id not in arguments]
@@ -113,6 +115,7 @@ def _commit_in_shard(
     for pointer in pointers:
         if len(payloads) >= COMMIT_SLICE:
             shard.call("commit", [fence, record.id, "", "", kept_record, *groups], unlinked=payloads)
+            ended(len(groups))
             groups, payloads = [], []
         if pointer.group_id in known:
             kept, output = "-", computed.get(pointer.group_id)
@@ -127,6 +130,7 @@ def _commit_in_shard(
     k = record.k if shard.index == run.home.index else ""
     args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]
     shard.call("commit", args, unlinked=[*outputs, *payloads])
+    ended(len(groups))
 
 
 class StoredResult(NamedTuple):

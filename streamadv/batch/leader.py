@@ -24,7 +24,7 @@ from .carryover import running_with
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
-from .prompts import RunPrompts
+from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, NamingSettings, name_batch, read_records
 from .selection import NamingRules, choose, explained, make_record
 from .session import Session
@@ -215,7 +215,10 @@ class Leader(Session):
         if not self.has_same_servers():
             return [], True  # what the logs hold is not known, so the run must not end by this look
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
-        drop(self.run, unfit, self.fence, k, rules.drop_after, self.progress.uncommitted)
+        for start in range(0, len(unfit), CARRIED):
+            part = unfit[start : start + CARRIED]
+            drop(self.run, part, self.fence, k, rules.drop_after, self.progress.uncommitted)
+            self._prompts.note_ended(len(part))
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
@@ -310,12 +313,13 @@ class Leader(Session):
         for k in committed:
             batch, since = self.batches[k], tracing.now()
             results = batch.results or ()
-            commit(self.run, batch.record, self.fence, batch.commit_arguments, results, batch.figures)
+            stored = (batch.commit_arguments, results, batch.figures)
+            commit(self.run, batch.record, self.fence, *stored, self._prompts.note_ended)
             traces.committed(self.run, batch, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
             if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):
-                self._prompts.carry()  # shards remember a bounded number of ends
+                self._prompts.carry()
 
     # The end of a run
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: Outcome of a group that is nowhere: a server has lost it.
 LOST: Final = "lost"
+#: Groups whose ends are carried at once: a shard remembers 4,096 (`lua/lib/prompt_end.lua`).
+CARRIED: Final = 1024
 TRAINED: Final = "trained"
 
 
@@ -35,13 +37,21 @@ class RunPrompts:
         self._run = run
         self._ends = Ends()
         self._begun: list[Stored] = []
+        self._ended = 0  # groups, since ends were carried
 
     def carry(self, *, again: bool = False) -> list[PromptSet]:
         """Carry the ends of groups to their prompts. again: see `Ends.carry`."""
+        self._ended = 0
         sets = read_sets(self._run)
         for prompts in sets:
             carry_out(self._run, self._ends.carry(self._run.keys, prompts, again=again))
         return sets
+
+    def note_ended(self, groups: int) -> None:
+        """This process has ended so many: carry their ends before a shard forgets the first ones."""
+        self._ended += groups
+        if self._ended >= CARRIED:
+            self.carry()
 
     def save(self, progress: Progress) -> None:
         """Note in the progress what belongs into a checkpoint of the present version."""

@@ -112,8 +112,9 @@ def _restore_announcements(run: Run, progress: Progress) -> None:
 
 
 def _finish_commits(run: Run, progress: Progress, recorded: dict[int, BatchRecord], below: int) -> None:
+    prompts = RunPrompts(run)
     for k in [k for k in sorted(recorded) if k < below]:
-        commit(run, recorded.pop(k), progress.fence)
+        commit(run, recorded.pop(k), progress.fence, ended=prompts.note_ended)
 
 
 def _is_ours(run: Run, progress: Progress, record: BatchRecord, begins_branch: bool) -> bool:

@@ -1,7 +1,7 @@
 """What tries of prompts have shown: their rewards and tokens, by source and by prompt, as far as the run keeps them.
 
 A group that ends leaves its figures beside its outcome in its shard's stream `prompt_ends` (`lua/lib/prompt_end.lua`),
-which has the last 8,192 ends. So what is known is of the last groups, whatever the length of the data set.
+which has the last 4,096 ends. So what is known is of the last groups, whatever the length of the data set.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Prompts:
             It is solved where all rewards of its group are at least `best_reward`.
         best_reward: see `skip_solved`.
         select: chooses weights anew once an epoch, or every `select_every` batches: called by one of the producers with
-            what the last groups of each source have shown (name -> `TriesSeen`; the last 8,192 groups of a shard), it
+            what the last groups of each source have shown (name -> `TriesSeen`; the last 4,096 groups of a shard), it
             returns the weight of each source from now on. A source of weight 0 is played after all others. A pure
             function, the same at all producers; the run notes its first answer for each period.
         select_every: batches; None = an epoch, that is as many prompts as all sources have.

@@ -76,7 +76,7 @@ def read_progress(run: Run, now_ms: int) -> list[SourceProgress]:
 
 
 def read_ends(run: Run) -> list[End]:
-    """How the last groups of prompts have ended, up to 8,192 of each shard: for `by_source` and `by_prompt`."""
+    """How the last groups of prompts have ended, up to 4,096 of each shard: for `by_source` and `by_prompt`."""
     ends = []
     for keys in run.keys.shards:
         found: Any = run.connection.scripts.xrevrange(keys.prompt_ends)

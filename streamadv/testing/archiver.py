@@ -31,7 +31,9 @@ def archiver(run: str, settings: RunSettings, path: Path, wrote: Callable[[], ob
     """The process that archives the run into a folder. wrote: called after each file."""
     joined = opened(run, settings)
     folder = create_folder(path, joined.keys)
-    with Archive(joined, _SteppedFolder(path, folder.keys, wrote), Form("jsonl", _File, _read_ids)) as archive:
+    with Archive(
+        joined, _SteppedFolder(path, folder.keys, wrote), Form("jsonl", _File, _read_ids)
+    ) as archive:
         archive.follow(doors.Event())
 
 

@@ -308,7 +308,12 @@ class Job:
                 continue
             # With prompts a producer has finished while it waits for what others play.
             is_here = life.closed is None
-            if is_here and not life.finishes and not pipeline.scene.prompts and world.time - life.opened > HEARD_OF_S:
+            if (
+                is_here
+                and not life.finishes
+                and not pipeline.scene.prompts
+                and world.time - life.opened > HEARD_OF_S
+            ):
                 pipeline.violate(
                     f"P3: the run has ended, and producer {life.name} is alive and has not finished"
                 )

@@ -287,8 +287,6 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "a batch that is undone keeps its record": Mutant(
         f"{LUA}/batch/unname_batch.lua", "redis.call('HDEL', keys.batches, ARGV[2])\n", ""
     ),
-    "a group that has come in part is taken for whole": "a usable packet is passed over if its payload is gone, and then no group is taken for whole, or if another grouper has taken it, which the group's slots say",
-    "a prompt whose group is lost does not end with its commit": "until an hour after its commit the trainer knows the group, and ends its prompt at the end of the run; no schedule is as long (a test is)",
     "a dropped group is in flight": Mutant(
         f"{LUA}/batch/drop_groups.lua", "disown(keys.owners, entry)", "'grouped'"
     ),

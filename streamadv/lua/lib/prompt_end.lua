@@ -2,7 +2,7 @@
 -- one may lose what it was told. An entry is '<group> <outcome> <figures>'. The figures are what its rewards were, where
 -- somebody knows them: '<number of rewards>,<mean>,<standard deviation>,<least>,<tokens, 0 = not known>'.
 -- KEYS  prompt_ends
-local PROMPT_ENDS_KEPT = 8192
+local PROMPT_ENDS_KEPT = 4096
 
 local function note_prompt_end(id, outcome, figures)
   if string.sub(id, 1, 7) ~= 'prompt:' then return end

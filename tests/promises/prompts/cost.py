@@ -2,7 +2,7 @@
 
 python -m tests.promises.prompts.cost [--rounds 25] [--prompts 1000000] [--skip-solved 0]
 
-Producer, workers and trainer take turns in one process, so its processor time is theirs. Both kinds of group take
+Producer, grouper, worker and trainer are in one process, so its processor time is theirs. Both kinds of group take
 turns, each as often first as the other; of each part the least of all rounds stands. `commit` has what carries the ends
 of the prompts; `save` comes once a checkpoint.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ from typing import Any, Final
 import numpy as np
 
 import streamadv as sa
+from streamadv.advantage.worker import run_worker
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import compute_all, group_all, join
+from tests.support import group_all, join
 
 GROUPS: Final = 256
 SIZE: Final = 2
@@ -71,7 +73,9 @@ def play(url: str, rounds: int, count: int, skip_solved: int) -> None:
     prompts = sa.Prompts(range(count), epochs=3, skip_solved=skip_solved)
     settings = sa.RunSettings(keep_bytes=0)
     with sa.Producer(url, "cost", settings=settings) as producer:
-        run = join(url, "cost")
+        run, stop = join(url, "cost"), threading.Event()
+        worker = threading.Thread(target=run_worker, args=(join(url, "cost"), stop), kwargs={"device": "cpu"})
+        worker.start()
         clocks = {"groups": Clock(run.connection), "prompts": Clock(run.connection)}
         kinds = {
             "groups": producer.groups(SIZE, metadata={"prompt": 123_456, "epoch": 0}),
@@ -84,6 +88,8 @@ def play(url: str, rounds: int, count: int, skip_solved: int) -> None:
                 for kind in order:
                     one_round(clocks[kind], kinds[kind], run, queue)
         show(clocks)
+        stop.set()
+        worker.join()
         for kind in kinds.values():
             kind.close()
 
@@ -106,11 +112,7 @@ def one_round(clock: Clock, groups: Iterator[Any], run: Any, queue: TrainerQueue
     clock.note("push")
     group_all(run)
     clock.note("group")
-    try:
-        batch = queue.next_batch(timeout=0)
-    except sa.errors.NoBatchError:
-        compute_all(run)
-        batch = queue.next_batch(timeout=0)
+    batch = queue.next_batch(timeout=30)
     assert batch is not None
     queue.trained(batch)
     clock.note("train")

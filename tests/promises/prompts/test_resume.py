@@ -118,7 +118,7 @@ def test_a_run_that_has_lost_everything_goes_on_from_the_checkpoint(redis_url: s
 
 @pytest.mark.release
 def test_a_checkpoint_of_many_groups_ends_all_their_prompts(redis_url: str, run: str) -> None:
-    """They are more than a shard remembers ends of."""
+    """Each of its batches has more than a shard remembers ends of."""
     half = 4200
     given = sa.Prompts(range(2 * half), shuffle=None)
     settings = sa.RunSettings(max_trajectory_bytes=4096, dedupe_groups=10 * half)
