@@ -137,11 +137,9 @@ class Job:
         has_cause = (
             self.pipeline.world.lost or self.pipeline.scene.successor_s or isinstance(error, timed_out)
         )
-        # An older job, whose successor the server has forgotten, may not save beside what that one has saved.
-        is_older = (
-            self.number < self.pipeline.jobs and self.pipeline.scene.folder and self.pipeline.world.lost
-        )
-        may_not_save = is_older and isinstance(error, SettingError)
+        # While the server has forgotten its successor, an older job may save: the other one may not save beside that.
+        are_two = self.pipeline.jobs > 1 and self.pipeline.scene.successor_s and self.pipeline.world.lost
+        may_not_save = are_two and self.pipeline.scene.folder and isinstance(error, SettingError)
         if not (may_not_save or (isinstance(error, expected) and has_cause)):
             self.pipeline.violate(f"{process.name} raised {type(error).__name__}: {error}")
         process.kill()

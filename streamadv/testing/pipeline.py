@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -19,23 +19,18 @@ from typing import Any, Final
 from .. import doors
 from ..advantage import worker
 from ..archive import follow
-from ..batch import commit as batches
-from ..batch import exclusion, recovery, work
 from ..errors import StreamadvError
-from ..grouping import grouper as grouping
-from ..grouping import housekeeping
 from ..grouping.scorer import Scorer
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
-from ..prompts import Prompts, TriesSeen, steps
-from ..run import consumer
+from ..prompts import Prompts, TriesSeen
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
-from ..status import watchdog
 from ..store.retry import RETRYABLE
-from ..trainer import checkpoints, heartbeat, loop, together
+from ..trainer import checkpoints, together
 from .archiver import Record, archiver, read_records
+from .constants import PARTS, POLLS, Change, changed
 from .excuses import is_quiet, lost_for_good, nobody_knew, was_untouched
 from .inspection import SHARD, problems
 from .job import Job, files_of
@@ -61,35 +56,6 @@ END_S: Final = 150.0
 QUIET_S: Final = 8.0
 #: Seconds that a group may wait for admission when nothing fails.
 ADMISSION_S: Final = 75.0
-#: Polls are rarer than in earnest, so that an idle minute costs little.
-POLLS: Final = (
-    (grouping, "HOUSEKEEPING_S", 6.0),
-    (housekeeping, "HOUSEKEEPING_SLICE_S", 0.5),
-    (consumer, "BLOCK_MS", 6000),
-    (worker, "POLL_S", 10.0),
-    (loop, "BLOCK_MS", 6000),
-    (watchdog, "LOOK_S", 30.0),
-    (heartbeat, "LOOK_S", 4.0),
-    (follow, "POLL_S", 5.0),
-    (steps, "LEFT_PER_LEASE", 3),  # so that a few prompts are leased together
-)
-
-#: Pages and slices of a scene that is `in_parts`.
-PARTS: Final = (
-    (grouping, "TAKE_COUNT", 2),
-    (grouping, "TAKE_MEMBERS", 2),
-    (housekeeping, "EXPIRE_COUNT", 1),
-    (housekeeping, "SWEEP_COUNT", 1),
-    (housekeeping, "SCORES_COUNT", 1),
-    (consumer, "PENDING_PAGE", 1),
-    (batches, "COMMIT_SLICE", 1),
-    (exclusion, "DROP_SLICE", 1),
-    (recovery, "TRAINED_SLICE", 1),
-    (work, "APPLY_SLICE", 1),
-    (work, "ITEM_TRAJECTORIES", 2),
-    (follow, "PAGE", 1),
-    (steps, "PAGE", 2),
-)
 #: When the server's clock is set back in a scene that is `behind`, and by how many seconds.
 BEHIND_AT_S: Final = 2.0
 BEHIND_S: Final = 7200.0
@@ -174,7 +140,7 @@ class Pipeline:
     def play(self) -> None:
         """Run to the end of the run. Raises Violation."""
         world = self.world
-        with TemporaryDirectory(prefix="streamadv-world-") as folder, self._adapted():
+        with TemporaryDirectory(prefix="streamadv-world-") as folder, changed(self._changes()):
             self.folder = Path(folder)
             # As if a grouper had been here before: what it says first is not lost.
             world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": self._keeping()}
@@ -231,23 +197,13 @@ class Pipeline:
             self._raise()
             self.archived = read_records(self.folder / "archive")
 
-    @contextmanager
-    def _adapted(self) -> Iterator[None]:
-        """Polls are rarer; ranks find the store of their job, and only those that live remove files."""
-        changes = (
-            *POLLS,
-            *(PARTS if self.scene.in_parts else ()),
-            (together, "_store", lambda _: self._job_here().store),
-            (checkpoints, "shutil", files_of(self)),
-        )
-        before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-        for module, name, value in changes:
-            setattr(module, name, value)
-        try:
-            yield
-        finally:
-            for module, name, value in before:
-                setattr(module, name, value)
+    def _changes(self) -> Iterator[Change]:
+        """Polls are rarer, slices small; ranks find the store of their job, and only those that live remove files."""
+        yield from POLLS
+        if self.scene.in_parts:
+            yield from PARTS
+        yield together, "_store", lambda _: self._job_here().store
+        yield checkpoints, "shutil", files_of(self)
 
     def _is_left(self) -> bool:
         """Whether no producer and no open group is left."""

@@ -1,4 +1,4 @@
-"""What `mutants.py` breaks, one thing at a time, and what nothing can find."""
+"""What `mutants.py` breaks, one thing at a time, what nothing can find, and what kept schedules find."""
 
 from __future__ import annotations
 
@@ -418,4 +418,19 @@ EQUIVALENT: Final[dict[str, str]] = {
     "a late heartbeat takes the end back": "a producer that lives says the end again within 10 s, and the world drops what is under way on a connection that is closed",
     "a producer that has finished stays so on another server": "one server loses the word with the pushes before it: it takes a cluster, or a producer that goes on after it has finished, and the world has neither",
     "a commit is said before it is saved": "rank 0 commits later versions only, and other ranks only show the number",
+}
+
+#: Name -> the schedule in `found` that finds it; seeds did not, or rarely.
+KEPT: Final[dict[str, str]] = {
+    "a prompt that was left out is played after a lost answer": "a_prompt_left_out_is_asked_for_again",
+    "a prompt ends with a copy of its uncommitted group": "a_trained_prompt_is_uncommitted_when_its_job_ends",
+    "a scorer passes on what had the id before": "a_scorer_has_what_had_the_id_before",
+    "the grouper takes what had the id before": "a_grouper_has_what_had_the_id_before",
+    "a work item of another batch is published": "a_worker_has_what_had_the_id_before",
+    "another session of the same epoch passes the fence": "a_dead_job_has_the_epoch_of_its_successor",
+    "records of another branch are taken over": "an_older_job_names_a_batch_that_its_successor_has_committed",
+    "what a shard alone knows of a batch is not undone": "an_older_job_hands_out_work_late",
+    "a group in hand is forgotten with its server": "a_group_in_hand_comes_back_much_later",
+    "the last word goes out before what was lost": "the_last_word_waits_for_memory",
+    "the archive writes again what its files have": "the_mark_of_the_archive_is_lost",
 }

@@ -34,28 +34,41 @@ def main() -> int:
 
 
 def _is_found(name: str, schedules: int, seed: int) -> bool:
-    mutant = MUTANTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "streamadv", Path(folder) / "streamadv")
-        file = Path(folder) / mutant.file
-        file.write_text(file.read_text().replace(mutant.old, mutant.new))
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "streamadv.testing",
-            "--until-one",
-            "--folder",
-            f"{folder}/world",
-        ]
+        break_in(Path(folder), name)
         numbers = ["--schedules", str(schedules), "--seed", str(seed)]
-        environment = {**os.environ, "PYTHONPATH": folder}
-        done = subprocess.run(
-            [*command, *numbers], cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        done = _run(folder, "-m", "streamadv.testing", "--until-one", "--folder", f"{folder}/world", *numbers)
     print(f"{name}: {(done.stdout or done.stderr[-300:]).strip().splitlines()[0][:160]}", flush=True)
     return done.returncode != 0
+
+
+def broken_by(name: str, schedule: Path) -> str:
+    """Which promise a kept schedule breaks in a copy with this breakage; '' for none."""
+    with tempfile.TemporaryDirectory() as folder:
+        break_in(Path(folder), name)
+        return _run(folder, "-c", _REPLAY, str(schedule)).stdout.strip()
+
+
+_REPLAY: Final = """
+import json, logging, sys
+from streamadv.testing.judge import run_schedule
+logging.disable(logging.CRITICAL)
+print(run_schedule(choices=json.load(open(sys.argv[1])))[1] or "")
+"""
+
+
+def break_in(folder: Path, name: str) -> None:
+    """Copy the package into a folder, with one breakage."""
+    mutant = MUTANTS[name]
+    shutil.copytree(ROOT / "streamadv", folder / "streamadv")
+    file = folder / mutant.file
+    file.write_text(file.read_text().replace(mutant.old, mutant.new))
+
+
+def _run(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", *arguments]
+    environment = {**os.environ, "PYTHONPATH": folder}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""Constants of the library that are others in a world: polls are rarer, and pages and slices may be small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ..advantage import worker
+from ..archive import follow
+from ..batch import commit, exclusion, recovery, work
+from ..grouping import grouper, housekeeping
+from ..prompts import steps
+from ..run import consumer
+from ..status import watchdog
+from ..trainer import heartbeat, loop
+
+#: A module, a name in it, and its value.
+Change = tuple[Any, str, Any]
+
+#: Polls are rarer than in earnest, so that an idle minute costs little.
+POLLS: Final = (
+    (grouper, "HOUSEKEEPING_S", 6.0),
+    (housekeeping, "HOUSEKEEPING_SLICE_S", 0.5),
+    (consumer, "BLOCK_MS", 6000),
+    (worker, "POLL_S", 10.0),
+    (loop, "BLOCK_MS", 6000),
+    (watchdog, "LOOK_S", 30.0),
+    (heartbeat, "LOOK_S", 4.0),
+    (follow, "POLL_S", 5.0),
+    (steps, "LEFT_PER_LEASE", 3),  # so that a few prompts are leased together
+)
+
+#: Pages and slices of a scene that is `in_parts`.
+PARTS: Final = (
+    (grouper, "TAKE_COUNT", 2),
+    (grouper, "TAKE_MEMBERS", 2),
+    (housekeeping, "EXPIRE_COUNT", 1),
+    (housekeeping, "SWEEP_COUNT", 1),
+    (housekeeping, "SCORES_COUNT", 1),
+    (consumer, "PENDING_PAGE", 1),
+    (commit, "COMMIT_SLICE", 1),
+    (exclusion, "DROP_SLICE", 1),
+    (recovery, "TRAINED_SLICE", 1),
+    (work, "APPLY_SLICE", 1),
+    (work, "ITEM_TRAJECTORIES", 2),
+    (follow, "PAGE", 1),
+    (steps, "PAGE", 2),
+)
+
+
+@contextmanager
+def changed(changes: Iterable[Change]) -> Iterator[None]:
+    """Names have these values until the end."""
+    changes = list(changes)
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
