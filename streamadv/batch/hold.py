@@ -149,11 +149,14 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
         "" if progress.began is None else progress.began,
         "1" if progress.loaded else "0",
         progress.world_size,
+        progress.committed_before if progress.session else "",
     ]
     reply: Any = run.home.call("take_epoch", args)
     if reply == -1:
         raise fenced(run.name)
     epoch, version, committed, branch = int(reply[0]), int(reply[2]), int(reply[3]), int(reply[4])
+    if not progress.session:
+        progress.committed_before = committed
     progress.epoch, progress.session = epoch, reply[1].decode()
     if branch == progress.branch > 0:
         progress.commit(min(committed, progress.version))  # the reply to that commit was lost

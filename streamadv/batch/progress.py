@@ -80,6 +80,7 @@ class Progress:
         self.job = ""  # id
         self.session = ""  # id
         self.epoch = 0  # fencing epoch last known
+        self.committed_before = 0  # how much the run had committed when it began
         # The branch, which begins with the session and again with each load_state_dict.
         self.branch = 0  # epoch in which it began; 0 = not yet
         self.began: int | None = None  # version at which it began; None = after the last commit

@@ -49,7 +49,8 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     for record in foreign_records:
         del recorded[record.k]
     run.home.call("commit_session", [progress.fence, progress.committed])
-    progress.is_set_back |= run.connection.scripts.hget(run.keys.home.session, "set_back") == b"1"
+    set_back = run.connection.scripts.hget(run.keys.home.session, "set_back")
+    progress.is_set_back |= progress.loaded and set_back == b"1"  # else it waits for who loads a checkpoint
     _finish_commits(run, progress, recorded, progress.committed)  # commits that the server lost
     _restore_batches(run, progress, recorded)
     set_trainer(run, settings, progress)

@@ -40,7 +40,7 @@ class Shard:
     def call(self, script: str, args: Sequence[Any] = (), **caller_keys: Any) -> Any:
         """Run a script, which may run twice when its reply is lost. `caller_keys`: see `scripts.script_call`.
 
-        Raises EpochFencedError when a newer trainer has taken over: nothing was changed.
+        Raises EpochFencedError when another trainer has taken over: nothing was changed.
         """
         call = script_call(script, self.keys, args, **caller_keys)
         reply = run_script(self.connection.scripts, call)
@@ -51,7 +51,7 @@ class Shard:
 
 def fenced(run: str) -> EpochFencedError:
     """The error of a trainer whose run another one has."""
-    return EpochFencedError(f"run {run}: a newer trainer has taken over, this one must stop")
+    return EpochFencedError(f"run {run}: another trainer has taken over, this one must stop")
 
 
 class Run:

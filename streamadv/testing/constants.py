@@ -35,7 +35,6 @@ POLLS: Final = (
 PARTS: Final = (
     (grouper, "TAKE_COUNT", 2),
     (grouper, "TAKE_MEMBERS", 2),
-    (housekeeping, "EXPIRE_COUNT", 1),
     (housekeeping, "SWEEP_COUNT", 1),
     (housekeeping, "SCORES_COUNT", 1),
     (consumer, "PENDING_PAGE", 1),

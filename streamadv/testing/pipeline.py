@@ -170,7 +170,9 @@ class Pipeline:
             world.at_loss.append(self._note_forgotten)
             for wait in (40.0, 80.0, 120.0):
                 world.at(self.scene.calm_s + wait, self._finish_for_the_lost)
-            longest = max(self.scene.deadline_s, SLOW_S) + END_S
+            # Where room is scarce, groups of lost producers keep others out until their deadline.
+            deadlines = 1 + self.scene.is_narrow
+            longest = deadlines * max(self.scene.deadline_s, SLOW_S) + END_S
             limit = self.scene.calm_s + longest
             world.run(lambda: self.ended or bool(self.violations) or world.time > limit)
             self._raise()
@@ -461,8 +463,11 @@ class Pipeline:
             calm if self.world.time > calm else 0.0,
         )
         seconds = self.world.time - since
-        # Groups of a producer that nobody knows of, and those that nobody plays, count until their deadline.
-        if nobody_knew(self) or any(each.leaves_open for each in self.lives):
+        # Groups of a producer that nobody knows of, and those that nobody plays or scores, count until their deadline.
+        are_open = any(each.leaves_open for each in self.lives) or not all(
+            each.whole for each in self.groups.values()
+        )
+        if nobody_knew(self) or are_open:
             seconds -= self.scene.deadline_s
         if (
             self.scene.is_narrow

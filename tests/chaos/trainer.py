@@ -20,7 +20,7 @@ from .checks import Identity
 from .setup import Setup
 from .victim import SAVE_COMMIT, Hook
 
-FENCED: Final = 3  # exit status: a newer trainer has taken over
+FENCED: Final = 3  # exit status: another trainer has taken over
 LOST: Final = 4  # exit status: a named batch is gone, to be started again from the checkpoint
 
 

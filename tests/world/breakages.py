@@ -294,7 +294,16 @@ MUTANTS: Final[dict[str, Mutant]] = {
         f"{LUA}/lib/close_batch.lua", "redis.call('XDEL', keys.results, entry) == 1 and redis", "redis"
     ),
     "an older session takes the run": Mutant(
-        f"{LUA}/batch/take_epoch.lua", "  return -1\n", ""
+        f"{LUA}/batch/take_epoch.lua", "founded >= tonumber(ARGV[5]) or ", ""
+    ),
+    "a session takes the run though an older one has committed since": Mutant(
+        f"{LUA}/batch/take_epoch.lua", " or tonumber(committed) > tonumber(ARGV[11])", ""
+    ),
+    "a session without a checkpoint takes prompts for set back": Mutant(
+        f"{LUA}/batch/settled.lua", "if redis.call('HGET', keys.session, 'loaded') ~= '' then redis.call('HDEL', keys.session, 'set_back') end", "redis.call('HDEL', keys.session, 'set_back')"
+    ),
+    "a record below the version is the job's own": Mutant(
+        "streamadv/batch/recovery.py", "return all(pointer.group_id in progress for pointer in _living(run, record))", "return True"
     ),
     "a new trainer forgets what was committed": Mutant(
         f"{LUA}/batch/take_epoch.lua", "ARGV[1] ~= '' and ARGV[1] or committed", "ARGV[1] ~= '' and ARGV[1] or '0'"
@@ -431,6 +440,9 @@ KEPT: Final[dict[str, str]] = {
     "records of another branch are taken over": "an_older_job_names_a_batch_that_its_successor_has_committed",
     "what a shard alone knows of a batch is not undone": "an_older_job_hands_out_work_late",
     "a group in hand is forgotten with its server": "a_group_in_hand_comes_back_much_later",
+    "a session takes the run though an older one has committed since": "an_older_job_commits_while_its_successor_is_paused",
+    "a session without a checkpoint takes prompts for set back": "a_job_dies_while_it_sets_prompts_back",
+    "a record below the version is the job's own": "an_older_job_names_a_batch_that_its_successor_has_committed",
     "the last word goes out before what was lost": "the_last_word_waits_for_memory",
     "the archive writes again what its files have": "the_mark_of_the_archive_is_lost",
 }

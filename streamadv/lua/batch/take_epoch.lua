@@ -4,16 +4,18 @@
 --       checkpoint: after data loss the server's epoch may be lower), the job, its session and the epoch
 --       that founded it ('' = a new session: it takes the run from anybody), a nonce for a new session, epoch of its branch
 --       ('' = it begins one), version at which that began ('' = that one to go on from), '1' if from a checkpoint,
---       world size of the job
--- Returns  {epoch, session, version, committed, branch before}, or -1: a session founded later has the run
+--       world size of the job, how much the run had committed before the session ('' = a new session)
+-- Returns  {epoch, session, version, committed, branch before}, or -1: a session founded later has the run, or an older
+--          one, of which the run knew alone once a server had lost this one, and that has committed since
 local found = redis.call('HMGET', keys.session, 'epoch', 'committed', 'session', 'branch')
 local current, committed = tonumber(found[1] or '') or 0, found[2] or '0'
 local epoch = string.format('%d', math.max(current, tonumber(ARGV[2])) + 1)
 local session = ARGV[4]
 if session == '' then
   session = epoch .. '-' .. ARGV[6]
-elseif session ~= found[3] and (tonumber(string.match(found[3] or '', '^(%d+)-') or '') or 0) >= tonumber(ARGV[5]) then
-  return -1
+elseif session ~= found[3] then
+  local founded = tonumber(string.match(found[3] or '', '^(%d+)-') or '') or 0
+  if founded >= tonumber(ARGV[5]) or tonumber(committed) > tonumber(ARGV[11]) then return -1 end
 end
 local branch = ARGV[7] ~= '' and ARGV[7] or epoch
 local version = ARGV[1] ~= '' and ARGV[1] or committed

@@ -441,7 +441,7 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
         lambda: batch_commit.commit(run, record, FENCE),
         lambda: exclusion.drop(run, [(logged[0], "stale")], FENCE, 0, None, ()),
     ):
-        with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
+        with pytest.raises(EpochFencedError, match="another trainer has taken over"):
             attempt()
     assert ledger(run) == before
     assert problems(run) == []
@@ -459,7 +459,7 @@ def test_another_session_of_the_same_epoch_changes_nothing(named: tuple[Run, Bat
         lambda: apply(run, record, other),
         lambda: run.home.call("set_trainer", [other, 5, "", 1, "", "", "1", "0"]),
     ):
-        with pytest.raises(EpochFencedError, match="a newer trainer has taken over"):
+        with pytest.raises(EpochFencedError, match="another trainer has taken over"):
             attempt()
     assert {key: scripts.dump(key) for key in scripts.scan_iter()} == before
     assert problems(run) == []
