@@ -9,8 +9,8 @@ from streamadv.algorithms import build_chain
 from streamadv.batch.exclusion import read_exclusions
 from streamadv.batch.leader import Leader
 from streamadv.batch.progress import DURABILITY_WINDOW_S, RETURN_WINDOW_S, Progress
-from streamadv.batch.record import BatchRecord, Death, NamingSettings, read_records
-from streamadv.batch.recovery import applied_ids, missing, take_over
+from streamadv.batch.record import BatchRecord, Death, NamingSettings, name_batch, read_records
+from streamadv.batch.recovery import applied_ids, missing, take_over, undo_batches
 from streamadv.errors import EpochFencedError
 from streamadv.run import Run
 from streamadv.store.connection import Connection
@@ -168,3 +168,47 @@ def test_a_new_job_is_above_what_any_shard_knows(run: Run) -> None:
     progress = Progress()
     take_over(run, SETTINGS, progress)
     assert progress.epoch == 2
+
+
+def test_other_groups_that_an_older_job_named_are_not_committed(run: Run) -> None:
+    """A server lost this job with the batch that it had committed, and an older job has given others its number."""
+    progress = Progress()
+    leader = begin(run, progress)
+    first, second = (leader.batches[k].record for k in (0, 1))
+    progress.deliver(first)
+    progress.train(first)
+    progress.commit(1)
+    undo_batches(run, [first, second], leader.fence)
+    other = second.model_copy(update={"k": 0, "id": "0-0123456789ab"})
+    assert name_batch(run, other, leader.fence)
+    progress.batches.clear()
+    assert take_over(run, SETTINGS, progress).batches == {}
+    assert (ledger(run)["trained"], missing(run, other)) == (0, [])
+    assert problems(run) == []
+
+
+@pytest.mark.parametrize("committed", [0, 1])
+def test_a_lost_job_takes_the_run_only_if_an_older_one_has_committed_nothing_since(
+    run: Run, committed: int
+) -> None:
+    progress = Progress()
+    take_over(run, SETTINGS, progress)
+    older = {"session": "0-0123456789ab", "epoch": 1, "committed": committed}
+    run.connection.scripts.hset(run.home.keys.session, mapping=older)
+    if committed:
+        with pytest.raises(EpochFencedError):
+            take_over(run, SETTINGS, progress)
+    else:
+        take_over(run, SETTINGS, progress)
+
+
+def test_a_session_without_a_checkpoint_leaves_prompts_to_be_set_back(run: Run) -> None:
+    """Its predecessor died while it set them back, and only who loads the checkpoint knows where to."""
+    session = run.home.keys.session
+    run.connection.scripts.hset(session, "set_back", "1")
+    progress = Progress()
+    take_over(run, SETTINGS, progress)
+    assert (run.connection.scripts.hget(session, "set_back"), progress.is_set_back) == (b"1", False)
+    progress.load(Progress.beginning(run.name))
+    take_over(run, SETTINGS, progress)
+    assert (run.connection.scripts.hget(session, "set_back"), progress.is_set_back) == (None, True)
