@@ -115,8 +115,15 @@ def _was_lost_at_the_end(pipeline: Pipeline) -> bool:
 
     A request that ended the run may have been repeated until the server was back.
     """
-    back = dict(pipeline.world.outages)
-    return any(max(at, back.get(at, at)) + AGAIN_S >= pipeline.closing_at for at, _ in pipeline.world.lost)
+    return any(_back(pipeline, at) + AGAIN_S >= pipeline.closing_at for at, _ in pipeline.world.lost)
+
+
+def _back(pipeline: Pipeline, since: float) -> float:
+    """When the server answered for longer than a request is repeated."""
+    for first, last in sorted(pipeline.world.outages):
+        if since <= last and first <= since + AGAIN_S:
+            since = last
+    return since
 
 
 def _was_stopped(pipeline: Pipeline) -> bool:

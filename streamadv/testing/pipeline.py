@@ -184,7 +184,8 @@ class Pipeline:
                 limit += world.time
                 world.run(lambda: self._is_left() or bool(self.violations) or world.time > limit)
                 self._raise()
-                if not self._is_left():
+                end_is_lost = any(since <= self.stopped_at <= at for at, since in world.lost)
+                if not (self._is_left() or end_is_lost):  # nobody says the end again
                     raise Violation(f"P3: the trainer has ended the run, and it goes on: {self._state()}")
             alive = [process.disturbed_until for process in world.processes if not process.dead]
             purged = PURGE_S if self.scene.needs else 0.0

@@ -83,7 +83,9 @@ for first = 1, #gone, UNLINKED do
 end
 if groups > 0 then
   count('groups_logged', -groups)
-  redis.pcall('HINCRBY', keys.trainer, 'held', -groups)
+  local held = redis.pcall('HINCRBY', keys.trainer, 'held', -groups)
+  -- One that a server had lost may be back at the place it had: it was not counted.
+  if type(held) == 'number' and held < 0 then redis.call('HSET', keys.trainer, 'held', '0') end
   announce()
 end
 write_counts()
