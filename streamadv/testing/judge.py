@@ -92,7 +92,8 @@ def _found(pipeline: Pipeline) -> Iterator[str]:
     store = pipeline.world.server.store
     yield from (f"accounting: {text}" for text in problems_of_groups(pipeline.world.server))
     session, trainer = (store.data.get(SHARD + name, {}) for name in (b"session", b"trainer"))
-    if session.get(b"version") != trainer.get(b"version") and not may_stay:
+    may_be_told_otherwise = may_stay or _may_hear_of_both(pipeline)
+    if session.get(b"version") != trainer.get(b"version") and not may_be_told_otherwise:
         yield f"P9: the run has version {session.get(b'version')}, producers hear {trainer.get(b'version')}"
     if (held := trainer.get(b"held", b"0")) != b"0" and not may_stay:
         yield f"P9: {held.decode()} groups are held as trained and not committed, and none is left"
@@ -122,7 +123,7 @@ def _back(pipeline: Pipeline, since: float) -> float:
     """When the server answered for longer than a request is repeated."""
     for first, last in sorted(pipeline.world.outages):
         if since <= last and first <= since + AGAIN_S:
-            since = last
+            since = max(since, min(last, pipeline.scene.calm_s))
     return since
 
 
@@ -243,10 +244,15 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
         yield f"P11: {len(trained)} prompts are in the weights, the run says {dict(stored.counters)}"
 
 
+def _may_hear_of_both(pipeline: Pipeline) -> bool:
+    """Whether an older job may go on for a while, since a server has lost that there is a newer one, or its epoch."""
+    return bool(pipeline.scene.successor_s and pipeline.jobs > 1 and pipeline.world.lost)
+
+
 def _may_count_otherwise(pipeline: Pipeline) -> bool:
     """Whether a job may have trained on what is not in the checkpoint, and the ledger counts it."""
-    if pipeline.scene.successor_s and pipeline.jobs > 1 and pipeline.world.lost:
-        return True  # an older job goes on if the start of a newer one is lost
+    if _may_hear_of_both(pipeline):
+        return True
     lost_at = min((at for at, _ in pipeline.world.lost), default=math.inf)
     each_batch = pipeline.scene.each_batch
     return any(each_batch or end > lost_at for end in pipeline.job_ends)
