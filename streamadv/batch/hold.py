@@ -163,5 +163,5 @@ def take(run: Run, progress: Progress) -> tuple[int, bool]:
     if progress.began is None:
         progress.begin(version)
     if begins:
-        progress.branch = epoch
-    return committed, begins
+        progress.branch, progress.begins_branch = epoch, True
+    return committed, progress.begins_branch

@@ -83,9 +83,11 @@ class Progress:
         self.committed_before = 0  # how much the run had committed when it began
         # The branch, which begins with the session and again with each load_state_dict.
         self.branch = 0  # epoch in which it began; 0 = not yet
+        self.begins_branch = False  # until the run is settled, however often it has to be taken
         self.began: int | None = None  # version at which it began; None = after the last commit
         # The checkpoint that was loaded, if one was.
         self.loaded = False
+        self.loaded_epoch = 0  # in which it was saved
         self.restored: int | None = None  # its version
         self.claimed = 0  # above rank 0: the branch that belongs to the last load_state_dict
         # How far the training loop is.
@@ -156,8 +158,8 @@ class Progress:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; the job stays the one it is."""
-        self.loaded = True
-        self.epoch = max(self.epoch, int(state.get("epoch", 0)))
+        self.loaded, self.loaded_epoch = True, int(state.get("epoch", 0))
+        self.epoch = max(self.epoch, self.loaded_epoch)
         self.kl = state.get("kl")
         self.running, self.knows_running = state.get("running"), "running" in state
         self.weights, self.finished = str(state.get("weights", "")), False

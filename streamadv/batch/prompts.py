@@ -78,7 +78,8 @@ class RunPrompts:
         following = saved.get("next", [0] * len(prompts.sources))
         begun, ended, counters = _at_checkpoint(prompts, following, saved, progress.groups_saved)
         args = [progress.fence, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
-        args += [int(progress.is_set_back)]
+        saved_in = progress.loaded_epoch if progress.loaded else progress.epoch
+        args += [-1 if progress.is_set_back else saved_in]
         args += [len(following), len(counters), len(begun), *following]
         args += [part for pair in counters.items() for part in pair]
         kinds = {f"prompt_{kind}": prompts.name for kind in ("state", "entries", "again", "given_up")}

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ..grouping.groups_log import Pointer, find_groups
 from ..messages import log_fields
+from ..prompts.spec import identity
 from ..run import Run
 from ..run.run import Shard
 from .commit import commit, read_results, results_of
@@ -68,6 +69,7 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     taken_back = " ".join(progress.taken_back)
     servers = "" if is_replaced else server_text(server_ids)
     run.home.call("settled", [progress.fence, json.dumps(running) if running else "", taken_back, servers])
+    progress.begins_branch = False
     return Leader(run, settings, progress, server_ids, is_replaced)
 
 
@@ -123,9 +125,11 @@ def _is_ours(run: Run, progress: Progress, record: BatchRecord, begins_branch: b
     batch = progress.batches.get(record.k)
     if batch is not None:
         return record.id == batch.record.id
-    if record.k < progress.version:  # a server that has lost this job may have heard of an older one since
-        return all(pointer.group_id in progress for pointer in _living(run, record))
-    return begins_branch or record.epoch >= progress.branch
+    # A server that has lost this job may have heard of an older one since, or of others that had another checkpoint.
+    if record.k < progress.version:
+        return all(progress.has_committed(identity(each.group_id)) for each in _living(run, record))
+    is_trained = any(pointer.group_id in progress for pointer in record.groups)
+    return not is_trained and (begins_branch or record.epoch >= progress.branch)
 
 
 def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchRecord]) -> None:

@@ -79,7 +79,7 @@ class TriesSeen:
     rewarded: int
     """Tries whose rewards are known: the figures below are of these, and None (tokens: 0) where there are none."""
     solved: int
-    """All rewards of the group were at least `best_reward`."""
+    """Tries that were trained or filtered, and all of whose rewards were at least `best_reward`."""
     reward_mean: float | None
     """Mean of the groups' means."""
     reward_deviation: float | None
@@ -109,7 +109,8 @@ def by_prompt(prompts: PromptSet, ends: Iterable[End]) -> dict[tuple[str, int], 
 def seen(prompts: PromptSet, ends: Iterable[End]) -> TriesSeen:
     """What these tries have shown together."""
     tried = [end for end in ends if end.outcome not in ("requeued", "repeated")]
-    known = [found for end in tried if (found := parse_figures(end.figures)) is not None]
+    rewarded = [(end, found) for end in tried if (found := parse_figures(end.figures)) is not None]
+    known = [found for _, found in rewarded]
     trained = sum(end.outcome == "trained" for end in tried)
     filtered = sum(end.outcome in FILTERS for end in tried)
     count = len(known)
@@ -119,7 +120,10 @@ def seen(prompts: PromptSet, ends: Iterable[End]) -> TriesSeen:
         filtered,
         len(tried) - trained - filtered,
         count,
-        sum(each.least >= prompts.best_reward for each in known),
+        sum(
+            each.least >= prompts.best_reward and (end.outcome == "trained" or end.outcome in FILTERS)
+            for end, each in rewarded
+        ),
         sum(each.mean for each in known) / count if count else None,
         sum(each.deviation for each in known) / count if count else None,
         sum(each.tokens for each in known),

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import SettingError
+
 #: A label -> what was chosen there, as JSON has it.
 Choices = dict[str, Any]
 
@@ -40,8 +42,12 @@ def cut_down(
 ) -> Choices:
     """The fewest choices found with which `fails` still holds, by leaving out halves, quarters ... and single ones.
 
-    keep: choices with labels that begin so stay.
+    keep: choices with labels that begin so stay. Raises SettingError if `fails` does not hold with all of them.
     """
+    if not fails(dict(choices)):
+        raise SettingError(
+            "choices: nothing fails with all of them: give those of a world whose schedule failed"
+        )
     kept = {label: value for label, value in choices.items() if keep and label.startswith(keep)}
     rest = [label for label in choices if label not in kept]
 

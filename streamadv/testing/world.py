@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Self
@@ -105,6 +106,7 @@ class World(wire.Network):
         self._trace = hashlib.blake2b(digest_size=8)
         self._waiting: dict[bytes, list[Callable[[], object]]] = {}
         self._names = random.Random(0)
+        self._starts = Counter[str]()
         source = self.plan._random
         mode = source.choice(MODES)
         self._rates = _rates(source, [kind for kind in faults if kind in mode])
@@ -176,8 +178,12 @@ class World(wire.Network):
     # Processes
 
     def start(self, name: str, main: Callable[[], object]) -> Process:
-        """A process that runs `main`. An exception that it raises is raised by `run`, or goes to its `at_error`."""
-        process = Process(self, name)
+        """A process that runs `main`. An exception that it raises is raised by `run`, or goes to its `at_error`.
+
+        A name that was used before gets a number, because the labels of choices have to be those of one process.
+        """
+        self._starts[name] += 1
+        process = Process(self, name if self._starts[name] == 1 else f"{name}.{self._starts[name]}")
         self.processes.append(process)
         self.spawn(process, "main", main)
         return process

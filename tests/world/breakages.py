@@ -297,13 +297,13 @@ MUTANTS: Final[dict[str, Mutant]] = {
         f"{LUA}/batch/take_epoch.lua", "founded >= tonumber(ARGV[5]) or ", ""
     ),
     "a session takes the run though an older one has committed since": Mutant(
-        f"{LUA}/batch/take_epoch.lua", " or tonumber(committed) > tonumber(ARGV[11])", ""
+        f"{LUA}/batch/take_epoch.lua", " or is_committed", ""
     ),
     "a session without a checkpoint takes prompts for set back": Mutant(
         f"{LUA}/batch/settled.lua", "if redis.call('HGET', keys.session, 'loaded') ~= '' then redis.call('HDEL', keys.session, 'set_back') end", "redis.call('HDEL', keys.session, 'set_back')"
     ),
     "a record below the version is the job's own": Mutant(
-        "streamadv/batch/recovery.py", "return all(pointer.group_id in progress for pointer in _living(run, record))", "return True"
+        "streamadv/batch/recovery.py", "return all(progress.has_committed(identity(each.group_id)) for each in _living(run, record))", "return True"
     ),
     "a new trainer forgets what was committed": Mutant(
         f"{LUA}/batch/take_epoch.lua", "ARGV[1] ~= '' and ARGV[1] or committed", "ARGV[1] ~= '' and ARGV[1] or '0'"
@@ -436,7 +436,6 @@ KEPT: Final[dict[str, str]] = {
     "a scorer passes on what had the id before": "a_scorer_has_what_had_the_id_before",
     "the grouper takes what had the id before": "a_grouper_has_what_had_the_id_before",
     "a work item of another batch is published": "a_worker_has_what_had_the_id_before",
-    "another session of the same epoch passes the fence": "a_dead_job_has_the_epoch_of_its_successor",
     "records of another branch are taken over": "an_older_job_names_a_batch_that_its_successor_has_committed",
     "what a shard alone knows of a batch is not undone": "an_older_job_hands_out_work_late",
     "a group in hand is forgotten with its server": "a_group_in_hand_comes_back_much_later",

@@ -6,5 +6,5 @@
 -- Returns  1
 local before = tonumber(redis.call('HGET', keys.session, 'committed') or '') or 0
 if tonumber(ARGV[2]) < before then redis.call('HSET', keys.session, 'set_back', '1') end
-redis.call('HSET', keys.session, 'committed', ARGV[2])
+redis.call('HSET', keys.session, 'committed', ARGV[2], 'committed_in', session)
 return 1

@@ -13,7 +13,7 @@ if keys.version == keys.session then
     redis.call('HSET', keys.session, 'version', ARGV[2])
     if ARGV[4] ~= '' then redis.call('HSET', keys.session, 'kl', ARGV[4]) end
   end
-  if ARGV[6] ~= '' then redis.call('HSET', keys.session, 'committed', ARGV[6]) end
+  if ARGV[6] ~= '' then redis.call('HSET', keys.session, 'committed', ARGV[6], 'committed_in', session) end
 end
 local before = version_of(keys.trainer)
 if ARGV[5] ~= '' and version >= before then redis.call('HSET', keys.trainer, 'weights', ARGV[5]) end

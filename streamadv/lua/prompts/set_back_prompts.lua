@@ -3,17 +3,17 @@
 -- KEYS  void, session, prompts, prompt_state, prompt_entries, prompt_again, prompt_given_up
 -- fenced by session
 -- ARGV  fence; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
---       '1' if the checkpoint is older than what the run has committed; numbers of sources, counters, prompts that were begun and had not ended, prompts that had ended above `next`; `next`
+--       epoch in which the checkpoint was saved (before prompts were set back, it is of a past that is not theirs), -1 if it is older than what the run has committed; numbers of sources, counters, prompts that were begun and had not ended, prompts that had ended above `next`; `next`
 --       of each source; each counter and its value; these prompts
 -- Returns  1 if something was set back, else 0
 -- include prompts
 -- include prompt_state
-local name, description, born, branch, is_older = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6] == '1'
+local name, description, born, branch = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local sources, counters, begun = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local following = {}
 for source = 1, sources do following[source] = tonumber(ARGV[9 + source]) end
 local is_lost = born ~= '' and redis.call('HGET', keys.prompt_state, 'born') ~= born
-is_older = is_older and redis.call('HGET', keys.prompt_state, 'branch') ~= branch
+local is_older = tonumber(ARGV[6]) < number_of('branch') and redis.call('HGET', keys.prompt_state, 'branch') ~= branch
 if not (is_lost or is_older) then return 0 end
 
 -- What is begun from now on has ids of its own, if an older one may be among what has ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -289,6 +290,26 @@ def test_what_is_in_the_weights_ends_though_nobody_plays_any_more(
         monkeypatch.setattr(Attendance, "is_attended", False)  # as half a minute later
         assert next_batch(queue, joined) is None
     assert stored(joined).is_over
+
+
+def test_prompts_of_a_newer_checkpoint_are_those_of_it_after_an_older_one_was_loaded(
+    redis_url: str, run: str
+) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        play(producer.prompts(prompts(epochs=1), SIZE), 4)
+        states = []
+        with queue_of(redis_url, run) as queue:
+            for _ in range(2):
+                train(queue, joined, 1)
+                queue._progress.servers_confirmed(math.inf, True)  # as long after the commit
+                states.append(queue.state_dict())
+                queue.commit(states[-1])
+        before = stored(joined)
+        for state in states:
+            with queue_of(redis_url, run) as queue:
+                queue.load_state_dict(state)
+        assert (stored(joined).counters, stored(joined).entries) == (before.counters, before.entries)
 
 
 def test_a_run_that_has_lost_its_prompts_gets_them_from_the_checkpoint(redis_url: str, run: str) -> None:

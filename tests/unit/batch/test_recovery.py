@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from unittest.mock import Mock
+
 import pytest
 
 from streamadv import clock
 from streamadv.algorithms import build_chain
+from streamadv.batch import recovery
 from streamadv.batch.exclusion import read_exclusions
 from streamadv.batch.leader import Leader
 from streamadv.batch.progress import DURABILITY_WINDOW_S, RETURN_WINDOW_S, Progress
@@ -193,7 +198,12 @@ def test_a_lost_job_takes_the_run_only_if_an_older_one_has_committed_nothing_sin
 ) -> None:
     progress = Progress()
     take_over(run, SETTINGS, progress)
-    older = {"session": "0-0123456789ab", "epoch": 1, "committed": committed}
+    older = {
+        "session": "0-0123456789ab",
+        "epoch": 1,
+        "committed": committed,
+        "committed_in": "0-0123456789ab",
+    }
     run.connection.scripts.hset(run.home.keys.session, mapping=older)
     if committed:
         with pytest.raises(EpochFencedError):
@@ -212,3 +222,110 @@ def test_a_session_without_a_checkpoint_leaves_prompts_to_be_set_back(run: Run) 
     progress.load(Progress.beginning(run.name))
     take_over(run, SETTINGS, progress)
     assert (run.connection.scripts.hget(session, "set_back"), progress.is_set_back) == (None, True)
+
+
+def ids(record: BatchRecord) -> list[str]:
+    return [pointer.group_id for pointer in record.groups]
+
+
+def sized(groups: int, **settings: int) -> NamingSettings:
+    """As SETTINGS, with batches of so many groups."""
+    return replace(SETTINGS, batch_groups=groups, min_groups=groups, **settings)  # type: ignore[arg-type]
+
+
+def waiting(run: Run) -> tuple[Progress, dict[bytes, bytes]]:
+    """An older job that has named nothing, and the session hash as it is then."""
+    older = Progress()
+    take_over(run, sized(100), older)
+    return older, run.connection.scripts.hgetall(run.home.keys.session)
+
+
+def lose(run: Run, leader: Leader, older: Progress, session: Mapping[bytes, bytes]) -> None:
+    """The server goes back to when it knew the older job alone."""
+    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.fence)
+    scripts = run.connection.scripts
+    scripts.delete(run.home.keys.session)
+    scripts.hset(run.home.keys.session, mapping=dict(session))
+    for shard in run.shards:
+        scripts.hset(shard.keys.trainer, mapping={"epoch": older.epoch, "session": older.session})
+
+
+def train(leader: Leader, k: int) -> BatchRecord:
+    record = leader.batches[k].record
+    leader.progress.deliver(record)
+    leader.note_trained(record)
+    return record
+
+
+def test_a_batch_of_another_line_that_has_groups_of_the_checkpoint_is_undone(run: Run) -> None:
+    """A job dies between its checkpoint and the commit, and one without that checkpoint names its groups again."""
+    first = Progress()
+    train(begin(run, first), 0)
+    state = first.state(run.name)
+    other = Progress()
+    other.load(Progress.beginning(run.name))
+    leader = take_over(run, SETTINGS, other)
+    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.fence)
+    other.batches.clear()
+    assert take_over(run, sized(1), other).name_ahead(False)
+    third = Progress()
+    third.load(state)
+    batches = take_over(run, SETTINGS, third).batches
+    assert not {group for batch in batches.values() for group in ids(batch.record)} & set(third.groups)
+
+
+def test_a_batch_that_an_older_job_named_under_the_same_epoch_is_undone_if_it_has_trained_groups(
+    run: Run,
+) -> None:
+    older, session = waiting(run)
+    progress = Progress()
+    leader = take_over(run, sized(4, prefetch=0), progress)
+    leader.name_ahead(False)
+    trained = ids(train(leader, 0))
+    lose(run, leader, older, session)
+    progress.servers_replaced()
+    take_over(run, sized(2), older).name_ahead(False)
+    leader = take_over(run, sized(4, prefetch=0), progress)
+    assert not {group for k, batch in leader.batches.items() if k for group in ids(batch.record)} & set(
+        trained
+    )
+
+
+def test_what_is_uncommitted_is_not_committed_with_the_batch_of_an_older_job(run: Run) -> None:
+    older, session = waiting(run)
+    progress = Progress()
+    leader = take_over(run, sized(1), progress)
+    leader.name_ahead(False)
+    train(leader, 0)
+    uncommitted = train(leader, 1)
+    progress.commit(1)
+    lose(run, leader, older, session)
+    del progress.batches[0]
+    take_over(run, sized(2), older).name_ahead(False)
+    take_over(run, sized(1), progress)
+    assert missing(run, uncommitted) == []
+
+
+def test_a_takeover_that_is_cut_off_goes_on_as_it_began(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {k: batch.record for k, batch in begin(run, Progress()).batches.items()}
+    progress = Progress()
+    progress.load(Progress.beginning(run.name))
+    with monkeypatch.context() as patched:
+        patched.setattr(recovery, "read_records", Mock(side_effect=ConnectionError))
+        with pytest.raises(ConnectionError):
+            take_over(run, SETTINGS, progress)
+    assert {k: batch.record for k, batch in take_over(run, SETTINGS, progress).batches.items()} == before
+
+
+def test_a_job_is_not_fenced_by_its_own_commit(run: Run) -> None:
+    """The server loses the job after its last look, and takes its commit."""
+    older, session = waiting(run)
+    progress = Progress()
+    leader = take_over(run, SETTINGS, progress)
+    leader.name_ahead(False)
+    leader.publish_version(train(leader, 0))
+    lose(run, leader, older, session)
+    leader.commit(1)
+    progress.servers_replaced()
+    take_over(run, SETTINGS, progress)
+    assert progress.committed == 1
