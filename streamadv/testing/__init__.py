@@ -3,7 +3,7 @@
 Reading order: `strands` and `waits` (threads that take turns, virtual time), `values`, `keyspace`, `store` and `lua`
 (what a server does), `server` (how it fails), `wire` and `async_wire` (connections to it), `plan` (a schedule as
 choices, cut down), `world` (all of them together), `roles` (the library's own processes). `scene`, `players`, `job`,
-`archiver`, `pipeline`, `excuses` and `judge` are streamadv's own use of it: `python -m streamadv.testing` runs their
+`archiver`, `constants`, `pipeline`, `excuses` and `judge` are streamadv's own use of it: `python -m streamadv.testing` runs their
 schedules.
 """
 
