@@ -189,9 +189,16 @@ class ShardArchive:
         self._finish_file()
         to = self._read_to
         if to is not None and self._run.manifest.archive and to != self._marked:
+            if not self._is_there(to):  # lost since it was read: what the file has may end again at any time
+                self._returning |= self._ids_before
             before = "" if self._marked == NO_ENTRY else str(self._marked)
             self._shard.call("archived", [before, str(to)])
             self._is_mark_right()
+
+    def _is_there(self, entry: EntryId) -> bool:
+        """Whether the server still has the last entry of the last file."""
+        found: Any = self._shard.connection.scripts.xrange(self._shard.keys.kept, str(entry), str(entry))
+        return any(as_text(fields.get(b"group_id", b"")) in self._ids_before for _, fields in found)
 
     def _finish_file(self) -> None:
         if self._file is not None and self._read_to is not None:

@@ -3,8 +3,8 @@
 Reading order: `strands` and `waits` (threads that take turns, virtual time), `values`, `keyspace`, `store` and `lua`
 (what a server does), `server` (how it fails), `wire` and `async_wire` (connections to it), `plan` (a schedule as
 choices, cut down), `world` (all of them together), `roles` (the library's own processes). `scene`, `players`, `job`,
-`archiver`, `constants`, `pipeline`, `excuses` and `judge` are streamadv's own use of it: `python -m streamadv.testing` runs their
-schedules.
+`archiver`, `constants`, `pipeline`, `excuses` and `judge` are streamadv's own use of it: `python -m streamadv.testing`
+runs their schedules.
 """
 
 from .plan import Choices, cut_down
