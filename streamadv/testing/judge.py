@@ -44,6 +44,8 @@ STREAMS: Final = (b":rollouts", b":groups", b":work", b":results", b":scoring:ju
 
 def judge(pipeline: Pipeline) -> None:
     """Raises Violation for a promise that did not hold. The run is over, and nothing fails any more."""
+    if pipeline.end_is_lost:
+        return
     world, found = pipeline.world, list[str]()
     process = world.start("judge.1", lambda: found.extend(_found(pipeline)))
     world.run(lambda: not process.strands)

@@ -127,6 +127,8 @@ class Pipeline:
         """Whether a job has begun without a checkpoint after there were commits."""
         self.opened_at = 0.0
         """When the newest job had got the run."""
+        self.end_is_lost = False
+        """Whether the server has lost that the trainer has ended the run: the next trainer finds what comes then."""
         self.closing_at = math.inf
         """When the trainer saved its last checkpoint, after which it names nothing more."""
         self.job_ends: list[float] = []
@@ -184,8 +186,8 @@ class Pipeline:
                 limit += world.time
                 world.run(lambda: self._is_left() or bool(self.violations) or world.time > limit)
                 self._raise()
-                end_is_lost = any(since <= self.stopped_at <= at for at, since in world.lost)
-                if not (self._is_left() or end_is_lost):  # nobody says the end again
+                self.end_is_lost = any(since <= self.stopped_at <= at for at, since in world.lost)
+                if not (self._is_left() or self.end_is_lost):
                     raise Violation(f"P3: the trainer has ended the run, and it goes on: {self._state()}")
             alive = [process.disturbed_until for process in world.processes if not process.dead]
             purged = PURGE_S if self.scene.needs else 0.0
