@@ -92,10 +92,11 @@ def read_sets(run: Run) -> list[PromptSet]:
 
 
 def read(run: Run, prompts: PromptSet) -> Stored:
-    """The set as it is now. A prompt may be begun or end between its two halves: `following` is read first."""
-    home, scripts = run.keys.home, run.connection.scripts
-    state: Any = scripts.hgetall(home.prompt_state(prompts.name))
-    stored: Any = scripts.hgetall(home.prompt_entries(prompts.name))
+    """The set as it is now: both halves at once, between which a server may lose one."""
+    home, pipe = run.keys.home, run.connection.scripts.pipeline(transaction=True)
+    pipe.hgetall(home.prompt_state(prompts.name))
+    pipe.hgetall(home.prompt_entries(prompts.name))
+    state, stored = pipe.execute()
     texts = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in stored.items()}
     totals = prompts.totals
     entries, ended = {}, []
