@@ -96,7 +96,7 @@ def ends_as_said(log: str) -> None:
 
 #: What else the output of a page has to show.
 CHECKS: Final[dict[str, Callable[[str], None]]] = {
-    "README.md": lambda log: reward_rises(log, 0.8, "the policy says 7 with probability"),
+    "README.md": lambda log: reward_rises(log, 0.6, "the policy says 7 with probability"),
     "docs/start/tutorial.md": ends_as_said,
 }
 
