@@ -92,8 +92,11 @@ def read_sets(run: Run) -> list[PromptSet]:
 
 
 def read(run: Run, prompts: PromptSet) -> Stored:
-    """The set as it is now: both halves at once, between which a server may lose one."""
-    home, pipe = run.keys.home, run.connection.scripts.pipeline(transaction=True)
+    """The set as it is now. A prompt may be begun or end between its two halves: `following` is read first.
+
+    Both come over one connection, since a server that is replaced may have lost one of them.
+    """
+    home, pipe = run.keys.home, run.connection.scripts.pipeline(transaction=False)
     pipe.hgetall(home.prompt_state(prompts.name))
     pipe.hgetall(home.prompt_entries(prompts.name))
     state, stored = pipe.execute()
