@@ -3,8 +3,9 @@
 -- KEYS  void, session, prompts, prompt_state, prompt_entries, prompt_again, prompt_given_up
 -- fenced by session
 -- ARGV  fence; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
---       epoch in which the checkpoint was saved (before prompts were set back, it is of a past that is not theirs), -1 if it is older than what the run has committed; numbers of sources, counters, prompts that were begun and had not ended, prompts that had ended above `next`; `next`
---       of each source; each counter and its value; these prompts
+--       epoch in which the checkpoint was saved (before prompts were set back, it is of a past that is not theirs), -1 if
+--       it is older than what the run has committed; numbers of sources, counters, prompts that were begun and had not
+--       ended, prompts that had ended above `next`; `next` of each source; each counter and its value; these prompts
 -- Returns  1 if something was set back, else 0
 -- include prompts
 -- include prompt_state
