@@ -158,6 +158,8 @@ class ShardArchive:
         self._first = NO_ENTRY
         self._read_to: EntryId | None = None
         """The last entry that was read; None: where to begin is to be found out."""
+        self._last_group = b""
+        """The group of that entry; empty = none has been read since it began."""
         self._marked = NO_ENTRY
         """What the mark of the shard says, in a run with the setting `archive`."""
         self._ids: set[str] = set()
@@ -171,13 +173,12 @@ class ShardArchive:
         """Read a page and write it. False if there was nothing to do."""
         if self._read_to is None:
             self._read_to = self._begin()
-        elif self._run.manifest.archive and not self._is_mark_right():
-            return True
-        elif self._is_beyond(self._read_to):
-            self._finish_file()
-            self._read_to = None
+        elif self._run.manifest.archive and not self._is_mark_right(self._mark()):
             return True
         page = self._page(self._read_to)
+        if page is None:
+            self._begin_again()
+            return True
         for part in _parts(page):
             self._write(part)
         if self._is_due():
@@ -189,16 +190,15 @@ class ShardArchive:
         self._finish_file()
         to = self._read_to
         if to is not None and self._run.manifest.archive and to != self._marked:
-            if not self._is_there(to):  # lost since it was read: what the file has may end again at any time
-                self._returning |= self._ids_before
             before = "" if self._marked == NO_ENTRY else str(self._marked)
-            self._shard.call("archived", [before, str(to)])
-            self._is_mark_right()
+            mark = _entry_of(self._shard.call("archived", [before, str(to), self._last_group]))
+            if self._is_mark_right(mark) and mark != to:  # the server has lost the entry
+                self._begin_again()
 
-    def _is_there(self, entry: EntryId) -> bool:
-        """Whether the server still has the last entry of the last file."""
-        found: Any = self._shard.connection.scripts.xrange(self._shard.keys.kept, str(entry), str(entry))
-        return any(as_text(fields.get(b"group_id", b"")) in self._ids_before for _, fields in found)
+    def _begin_again(self) -> None:
+        """The server has lost entries that were read: their groups end again, at any time, or never."""
+        self._finish_file()
+        self._read_to, self._last_group = None, b""
 
     def _finish_file(self) -> None:
         if self._file is not None and self._read_to is not None:
@@ -226,15 +226,13 @@ class ShardArchive:
         return bool(newest) and EntryId.of(newest[0][0].decode()) < entry
 
     def _mark(self) -> EntryId:
-        stored: Any = self._shard.connection.scripts.hget(self._shard.keys.trainer, "archived")
-        return EntryId.of(stored.decode()) if stored else NO_ENTRY
+        return _entry_of(self._shard.connection.scripts.hget(self._shard.keys.trainer, "archived"))
 
-    def _is_mark_right(self) -> bool:
+    def _is_mark_right(self, mark: EntryId) -> bool:
         """Whether the mark is where this archive has moved it. Else it begins again at the mark.
 
         Raises StreamadvError if another archive has moved it on.
         """
-        mark = self._mark()
         if mark == self._read_to and self._file is None:
             self._marked = mark
         elif mark > self._marked:
@@ -242,15 +240,19 @@ class ShardArchive:
                 f"run {self._run.name}: another `streamadv archive` has taken its groups up to {mark}, this one those "
                 f"up to {self._marked}: a run has one, stop the other"
             )
-        if mark != self._marked:  # the server has lost it, and what came after it comes again or never
-            self._finish_file()
-            self._read_to = None
+        if mark != self._marked:  # the server has lost it
+            self._begin_again()
         return self._read_to is not None
 
-    def _page(self, after: EntryId) -> list[KeptEntry]:
-        key = self._shard.keys.kept
-        found: Any = self._shard.connection.scripts.xrange(key, f"({after}", "+", PAGE)
-        return [KeptEntry(self._shard.index, entry.decode(), fields) for entry, fields in found]
+    def _page(self, after: EntryId) -> list[KeptEntry] | None:
+        """The entries that follow. None if the server no longer has the one that was read last."""
+        key, has_read = self._shard.keys.kept, bool(self._last_group)
+        first, count = (str(after), PAGE + 1) if has_read else (f"({after}", PAGE)
+        found: Any = self._shard.connection.scripts.xrange(key, first, "+", count)
+        entries = [KeptEntry(self._shard.index, entry.decode(), fields) for entry, fields in found]
+        if has_read and [(each.id, _id_of(each)) for each in entries[:1]] != [(str(after), self._last_group)]:
+            return None
+        return entries[has_read:]
 
     def _write(self, entries: Sequence[KeptEntry]) -> None:
         """Append what the files do not have: a group ends once, also if a server has lost that and it ends again."""
@@ -266,7 +268,7 @@ class ShardArchive:
                 self._first, self._since = EntryId.of(fresh[0].id), clock.now()
             self._file.write(groups)
             self._ids.update(map(_group_of, fresh))
-        self._read_to = EntryId.of(entries[-1].id)
+        self._read_to, self._last_group = EntryId.of(entries[-1].id), _id_of(entries[-1])
         self._bytes += sum(map(_size, fresh))
         trajectories = sum(len(group.trajectories) for group in groups)
         self.count = self.count._replace(
@@ -311,8 +313,16 @@ def _parts(entries: Sequence[KeptEntry]) -> Iterator[list[KeptEntry]]:
         yield part
 
 
+def _entry_of(mark: Any) -> EntryId:
+    return EntryId.of(as_text(mark)) if mark else NO_ENTRY
+
+
+def _id_of(entry: KeptEntry) -> bytes:
+    return entry.fields.get(b"group_id", b"")
+
+
 def _group_of(entry: KeptEntry) -> str:
-    return as_text(entry.fields.get(b"group_id", b""))
+    return as_text(_id_of(entry))
 
 
 def _size(entry: KeptEntry) -> int:

@@ -341,6 +341,31 @@ def test_a_lost_group_that_ends_again_much_later_is_not_doubled(
     assert {group_id for group_id, _ in archived(tmp_path)} == {"lost0", "a0", "b0"}
 
 
+def test_a_group_lost_before_its_file_was_whole_is_not_doubled(
+    redis_url: str, run: str, tmp_path: Path
+) -> None:
+    """The server has what came after it: that the last group of a file is there does not say that all are."""
+    joined = archived_run(redis_url, run)
+    key, scripts = joined.home.keys, joined.connection.scripts
+    with producing(redis_url, run) as producer, archiving(joined, tmp_path) as archive:
+        push_dropped(producer, 1, "lost")
+        group_all(joined)
+        archive.look()
+        [(entry, lost)] = scripts.xrange(key.kept)
+        scripts.xdel(key.kept, entry)  # the server comes back without it
+        for name in "ab":
+            push_dropped(producer, 1, name)
+            group_all(joined)
+            while archive.look():
+                pass
+            archive.finish()
+        scripts.xadd(key.kept, lost)
+        while archive.look():
+            pass
+        archive.finish()
+    assert {group_id for group_id, _ in archived(tmp_path)} == {"lost0", "a0", "b0"}
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_what_a_server_keeps_before_the_mark_is_archived(
     redis_url: str, run: str, tmp_path: Path, restarts: bool
