@@ -89,12 +89,16 @@ def show(arguments: argparse.Namespace) -> int:
         print(json.dumps({"run": run.name, "name": arguments.name, **found}))
         return 0
     print("\n".join(printable(line_of(line)) for line in progress))
+    if lines:
+        print("begun and not ended, or given up (`again`: it waits to be played again):")
     for line in lines:
         source = f"{line.source} " if line.source else ""
         tries = counted(line.tries, "try", "tries")
         print(
             printable(f"  {source}{line.index}, epoch {line.epoch}: {line.state}, {tries} ({line.group_id})")
         )
+    if seen:
+        print("what the last groups have shown, over all epochs:")
     for (source, index), of in seen.items():
         text = f"{source} {index}".strip()
         figures = f"trained {of.trained}, filtered {of.filtered}, dropped {of.dropped}{_seen_text(of)}"

@@ -54,14 +54,16 @@ class Failures:
     def __init__(self) -> None:
         self._lock = renewed_at_fork(threading.Lock())
         self._unlogged: Counter[str] = Counter()  # reasons
+        self._group_id = ""  # of the last one
         self._logged_at = -LOG_INTERVAL_S
         self._fault: _Fault | None = None  # of the last groups of one rollout, and how many had it in a row
         self._alike = 0
 
-    def note(self, reason: str) -> None:
+    def note(self, reason: str, group_id: str) -> None:
         """Count a rollout that has failed; logged at once after a quiet time, else with those that follow."""
         with self._lock:
             self._unlogged[reason] += 1
+            self._group_id = group_id
         self.log()
 
     def log(self, now: bool = False) -> None:
@@ -71,12 +73,13 @@ class Failures:
                 return
             self._logged_at = clock.now()
             counts, self._unlogged = self._unlogged, Counter()
+            group_id = self._group_id
         listed = [f"{count} x {reason}" for reason, count in counts.most_common(MAX_REASONS)]
         more = f", and {len(counts) - MAX_REASONS} other reasons" if len(counts) > MAX_REASONS else ""
         total = counts.total()
-        text = "%d rollout%s failed: %s%s"
+        text = "%d rollout%s failed, the last one in group %s: %s%s"
         fields = log_fields("rollouts_failed", role="producer", count=total)
-        logger.warning(text, total, "s" * (total > 1), ", ".join(listed), more, extra=fields)
+        logger.warning(text, total, "s" * (total > 1), group_id, ", ".join(listed), more, extra=fields)
 
     def exception_to_raise(self, outcomes: Sequence[Outcome]) -> BaseException | None:
         """The exception to raise after a group was played, if any.

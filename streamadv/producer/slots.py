@@ -100,8 +100,8 @@ class Slots:
         return result
 
     def _note(self, why: str) -> None:
-        # Without the group, so that the log can count what is alike.
-        self.logic.failures.note(why.replace(f"group {self.ticket.group_id}, ", ""))
+        group_id = self.ticket.group_id  # not in the reason, so that the log can count what is alike
+        self.logic.failures.note(why.replace(f"group {group_id}, ", ""), group_id)
 
     def end_after_error(self, index: int, error: BaseException) -> Steps[PushResult]:
         """End the slot of a rollout that an exception has left."""

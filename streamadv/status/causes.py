@@ -139,6 +139,11 @@ def ordinary_wait(status: Status) -> Reason:
             f"{counted(status.trainer.untrained, 'batch is', 'batches are')} named, {work.length} of their work items "
             f"are left, {counted(work.alive, 'advantage worker is', 'advantage workers are')} alive",
         )
+    in_play = sum(each.in_play for each in status.prompts)
+    if in_play and not status.groups.open and not any(each.left for each in status.prompts):
+        return Reason(
+            "prompts_begun", f"{counted(in_play, 'prompt is', 'prompts are')} in play, none is left to begin"
+        )
     moved = "never" if status.quiet_s is None else f"{status.quiet_s:.0f} s ago"
     waiting = counted(status.groups_waiting, "group waits", "groups wait")
     opened = counted(status.groups.open, "is", "are")

@@ -152,7 +152,8 @@ class Loop:
         # Asked once more: naming may have dropped groups of prompts, which are to be played again.
         if batch is None and is_last and session.has_ended(self._next):
             collector.read()  # results that came after their batch was committed go before the run ends
-            lost = None if self._progress.has_delivered else why_nothing_was_kept(session.run)
+            begins = self._progress.version == 0 and not self._progress.has_delivered
+            lost = why_nothing_was_kept(session.run) if begins else None
             if leader is not None:
                 leader.publish_end(self._progress.ends + 1)
             self._progress.end()
@@ -218,15 +219,14 @@ class Loop:
     def _end_without_batch(self, lost: str | None) -> None:
         """lost: what became of all that was pushed. Raises StarvedError if that is why the run was never trained."""
         version, run = self._progress.version, self._sessions.run_name
-        if lost and not version:
+        if lost:
             raise StarvedError(f"run {run} has ended at version 0 and nothing was trained: {lost}")
         if self._sessions.rank.number == 0:
             logger.warning(
                 "run %s has ended at version %d before a batch came: its producers have finished and no group is left; "
-                "%sstart producers, or give another run=",
+                "start producers, or give another run=",
                 run,
                 version,
-                f"in all {lost}; " if lost else "",
                 extra=log_fields("ended_without_batch", run=run, role=STAGE),
             )
 

@@ -12,7 +12,7 @@ import pytest
 
 import streamadv as sa
 from streamadv import cli
-from streamadv.errors import StreamadvError
+from streamadv.errors import NoBatchError, StreamadvError
 from streamadv.prompts.spec import identity
 from streamadv.prompts.steps import Ends
 from streamadv.prompts.stored import (
@@ -210,6 +210,12 @@ def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.Cap
         assert [line["state"] for line in shown["prompts"]] == ["in play", "again"]
         seen = [(each["tries"], each["dropped"], each["reward_mean"]) for each in shown["seen"]]
         assert seen == [(1, 1, None)]
+        assert cli.main(["prompts", "show", *options]) == 0
+        assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")] == [
+            text,
+            "begun and not ended, or given up (`again`: it waits to be played again):",
+            "what the last groups have shown, over all epochs:",
+        ]
         assert cli.main(["prompts", "show", "other", *options]) == 1
         with queue_of(redis_url, run) as queue:
             train(queue, join(redis_url, run), 1)
@@ -222,6 +228,19 @@ def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.Cap
             for name in ("tries", "trained", "dropped", "tokens", "reward_deviation")
         }
         assert known == {"tries": 2, "trained": 1, "dropped": 1, "tokens": SIZE * 5, "reward_deviation": 0.5}
+
+
+def test_a_trainer_that_waits_for_the_last_prompts_to_end_says_so(redis_url: str, run: str) -> None:
+    """Their groups are in batches that wait for a checkpoint: no producer makes them come."""
+    few = sa.Prompts(range(2), shuffle=None)
+    with sa.Producer(redis_url, run) as producer, queue_of(redis_url, run, commit="manual") as queue:
+        groups = producer.prompts(few, SIZE)
+        play(groups, 2)
+        group_all(join(redis_url, run))
+        train(queue, join(redis_url, run), 1)
+        with pytest.raises(NoBatchError, match=r"2 prompts are in play, none .*\[prompts_begun\]"):
+            queue.next_batch(timeout=0)
+        groups.close()
 
 
 def _carried(producer: sa.Producer) -> Any:
