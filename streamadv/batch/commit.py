@@ -125,7 +125,7 @@ def _commit_in_shard(
             payloads += known[pointer.group_id].payloads
             payloads += [output] if output is not None and kept in "12" else []
         elif pointer.group_id.startswith(PREFIX):  # the run may not know yet that it is trained on
-            groups.append(f"0-0 0 0 0 0 0 - {pointer.group_id} -")
+            groups.append(f"{pointer.entry} 0 0 0 0 0 ? {pointer.group_id} -")
     outputs, of_results = results_of(shard, record.id, results)
     k = record.k if shard.index == run.home.index else ""
     args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]

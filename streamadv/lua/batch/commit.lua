@@ -1,6 +1,6 @@
 -- Commit groups of one shard: their trajectories are counted as trained, except those left out, and their payloads
--- deleted, or kept with their results. Idempotent for each group, since only the call that deletes the log entry counts it. The last call closes the
--- batch in the shard; in the home shard, which is the last one, its record goes.
+-- deleted, or kept with their results. Idempotent for each group, since only the call that deletes the log entry counts it. The last call closes
+-- the batch in the shard; in the home shard, which is the last one, its record goes.
 -- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, kept,
 --       prompt_ends, unlinked: output | payload | void ...
 -- fenced by trainer
@@ -9,8 +9,8 @@
 --       output columns; then of each group one text: entry id, numbers of members that are trained on, baselines, and
 --       oversize, bytes, number of payloads, and whether to keep it: '-' = no, '0' = yes, '1' = yes, and behind its
 --       payloads stands the output with its results, in the field 'kept:<group id>', '2' = likewise, and what the
---       trainer has made of its members, in 'late:<rollout index>:<group id>'; then the id of a prompt's
---       group and its figures (see lib/prompt_end); of one that a server has lost the entry is '0-0'
+--       trainer has made of its members, in 'late:<rollout index>:<group id>', '?' = the log does not have it: committed
+--       before, lost, or dead; then the id of a prompt's group and its figures (see lib/prompt_end)
 -- Returns  number of groups committed
 -- include count
 -- include owners
@@ -56,11 +56,11 @@ end
 
 for i = 6 + 2 * results, #ARGV do
   local entry, trained, baseline, oversize, bytes, payloads, kept, prompt, figures =
-    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-012]) ?(%S*) ?(%S*)$')
+    string.match(ARGV[i], '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ([-?012]) ?(%S*) ?(%S*)$')
   payloads = tonumber(payloads)
-  local logged = kept ~= '-' and keeps('trained') and redis.call('XRANGE', keys.groups, entry, entry)[1]
-  if entry == '0-0' then
-    note_prompt_end(prompt, 'trained', figures)
+  local logged = string.match(kept, '%d') and keeps('trained') and redis.call('XRANGE', keys.groups, entry, entry)[1]
+  if kept == '?' then
+    if exclusions[entry] ~= 'dead' then note_prompt_end(prompt, 'trained', figures) end
   elseif redis.call('XDEL', keys.groups, entry) == 1 then
     groups = groups + 1
     note_prompt_end(prompt, 'trained', figures)

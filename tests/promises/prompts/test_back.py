@@ -190,6 +190,33 @@ def test_all_dead_groups_are_requeued_but_those_whose_prompts_are_played_again(
     assert said.endswith(f"requeued 1 group, {SIZE} trajectories\n")
 
 
+def test_a_prompt_whose_dead_group_waits_again_is_not_ended_by_the_commit(redis_url: str, run: str) -> None:
+    """Its group was in the batch, and in no weights. The trainer dies between its checkpoint and the commit."""
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        scripts = joined.connection.scripts
+        ids = play(producer.prompts(prompts(epochs=1), SIZE), 2)
+        group_all(joined)
+        [*_, (_, logged)] = scripts.xrange(joined.home.keys.groups)
+        payload = logged[b"payloads"].split()[0]
+        scripts.rename(payload, "elsewhere")
+        with queue_of(redis_url, run) as queue:
+            assert train(queue, joined, 1) == ids[:1]
+            state = queue.state_dict()
+        scripts.rename("elsewhere", payload)
+        check_requeue(joined, ids[1])
+        requeue(joined, ids[1])
+        with queue_of(redis_url, run) as queue:
+            queue.load_state_dict(state)
+            carry_ends(joined)
+            assert stored(joined).counters["trained 1 0"] == 1
+            assert train(queue, joined, 1) == ids[1:]
+            queue.commit(queue.state_dict())
+        carry_ends(joined)
+        assert stored(joined).counters["trained 1 0"] == 2
+        assert not problems(joined)
+
+
 def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--redis", redis_url, "--run", run]
     with sa.Producer(redis_url, run) as producer:
