@@ -1,6 +1,6 @@
 -- Commit groups of one shard: their trajectories are counted as trained, except those left out, and their payloads
--- deleted, or kept with their results. Idempotent for each group, since only the call that deletes the log entry counts it. The last call closes
--- the batch in the shard; in the home shard, which is the last one, its record goes.
+-- deleted, or kept with their results. Idempotent for each group, since only the call that deletes the log entry counts it.
+-- The last call closes the batch in the shard; in the home shard, which is the last one, its record goes.
 -- KEYS  void, trainer, groups, ledger, applied, owners, admission, results, batches, kept,
 --       prompt_ends, unlinked: output | payload | void ...
 -- fenced by trainer
