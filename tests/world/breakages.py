@@ -54,7 +54,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "a prompt whose group is lost does not end with its commit": Mutant(
         f"{LUA}/batch/commit.lua",
-        "    note_prompt_end(prompt, 'trained', figures)\n  elseif",
+        "    if exclusions[entry] ~= 'dead' then note_prompt_end(prompt, 'trained', figures) end\n  elseif",
         "    groups = groups + 0\n  elseif",
     ),
     "a prompt ends with a copy of its uncommitted group": Mutant(
@@ -377,8 +377,8 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "a commit keeps what is committed already": Mutant(
         f"{LUA}/batch/commit.lua",
-        "  if entry == '0-0' then\n",
-        "  if logged then keep_trained(logged[2]) end\n  if entry == '0-0' then\n",
+        "  if kept == '?' then\n",
+        "  if logged then keep_trained(logged[2]) end\n  if kept == '?' then\n",
     ),
     "a kept group is not counted": Mutant(
         f"{LUA}/lib/keep.lua",
