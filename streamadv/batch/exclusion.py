@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from .. import clock
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..messages import log_fields, summed_up
+from ..prompts.spec import identity
 from ..run import Run
 from ..run.malformed import reject
 from .commit import is_oversize, of_prompt
@@ -37,7 +38,7 @@ def drop(
 ) -> None:
     """Take groups in no batch out of the log, each under its reason, while batch k is named.
 
-    uncommitted: groups in the weights whose prompts end with their commit.
+    uncommitted: by `spec.identity`, what is in the weights and ends with its commit.
     """
     dropped = []
     for group, reason in unfit:
@@ -54,7 +55,7 @@ def drop(
             args: list[Any] = [fence, f"{k} {'' if drop_after is None else drop_after}"]
             for group, reason in own[start : start + DROP_SLICE]:
                 payloads = [f"{key} {size}" for key, size in group.payloads]
-                prompt = "" if group.group_id in uncommitted else of_prompt(group)
+                prompt = "" if identity(group.group_id) in uncommitted else of_prompt(group)
                 args += [group.entry + prompt, reason, group.count, len(payloads), *payloads]
             shard.call("drop_groups", args)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -140,9 +140,9 @@ class Progress:
         return [self.tries.get(each, each) for each in known]
 
     @property
-    def uncommitted(self) -> set[str]:
-        """Groups in the weights that are in no saved checkpoint."""
-        return {self.tries.get(each, each) for each in self._uncommitted}
+    def uncommitted(self) -> Container[str]:
+        """What is trained on once (`spec.identity`), is in the weights, and in no saved checkpoint."""
+        return self._uncommitted
 
     @property
     def has_prompts(self) -> bool:

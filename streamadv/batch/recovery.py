@@ -176,11 +176,7 @@ def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]
 def missing(run: Run, record: BatchRecord) -> list[Pointer]:
     """Groups of a batch that the server has lost; dead letters are not lost."""
     living = _living(run, record)
-    return [
-        pointer
-        for pointer, group in zip(living, find_groups(run, living), strict=True)
-        if group is None or group.group_id != pointer.group_id
-    ]
+    return [pointer for pointer, group in zip(living, find_groups(run, living), strict=True) if group is None]
 
 
 def _living(run: Run, record: BatchRecord) -> list[Pointer]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
-from ..errors import SettingError, StreamadvError
+from ..errors import NotPermittedError, SettingError, StreamadvError
 from ..logs import announce
 from ..messages import printable
 from ..prompts.stored import carry_ends, check_requeue
@@ -74,13 +74,13 @@ def requeue_some(arguments: argparse.Namespace) -> int:
             for group_id in groups:
                 try:
                     check_requeue(run, group_id)
+                    requeued = requeue(run, group_id)
                 except StreamadvError as error:
-                    if not arguments.all:
+                    if not arguments.all or isinstance(error, NotPermittedError):
                         raise
                     left += 1
                     print(printable(str(error)))
                     continue
-                requeued = requeue(run, group_id)
                 carry_ends(run)
                 total += requeued
                 advance(1)
@@ -94,13 +94,20 @@ def requeue_some(arguments: argparse.Namespace) -> int:
 def purge_some(arguments: argparse.Namespace) -> int:
     """Purge the named groups."""
     with joined(arguments) as run:
-        groups = _named(run, arguments)
+        groups, left = _named(run, arguments), 0
         with progress("purged", len(groups)) as advance:
             for group_id in groups:
-                purge(run, group_id)
+                try:
+                    purge(run, group_id)
+                except StreamadvError as error:  # somebody else has taken it
+                    if not arguments.all or isinstance(error, NotPermittedError):
+                        raise
+                    left += 1
+                    print(printable(str(error)))
+                    continue
                 advance(1)
                 print(printable(f"{group_id}: purged"))
-        print(f"purged {counted(len(groups), 'group')}")
+        print(f"purged {counted(len(groups) - left, 'group')}")
     return 0
 
 

@@ -362,7 +362,7 @@ def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
     """The groups of a batch, in its order. Raises BatchLostError if the server no longer has one."""
     groups = []
     for pointer, group in zip(pointers, find_groups(run, pointers), strict=True):
-        if group is None or group.group_id != pointer.group_id:
+        if group is None:
             raise BatchLostError(
                 f"group {pointer.group_id} of a named batch is gone: restart the trainer from its checkpoint"
             )
@@ -371,7 +371,7 @@ def read_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup]:
 
 
 def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | None]:
-    """The groups pointed at, None where the log has no such entry (any more)."""
+    """The groups pointed at, None where the log has them no more: a server may have given the entry to another one."""
     if not pointers:
         return []
     entries = _read_ranges(run, pointers)
@@ -384,8 +384,8 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
             entries[pointer.shard, pointer.entry] = reply[0][1]
     places = [(pointer.shard, pointer.entry) for pointer in pointers]
     found = [(place[0], place[1].encode(), entries[place]) for place in places if place in entries]
-    groups = {(group.shard, group.entry): group for group in parse_groups(run.keys, found)}
-    return [groups.get(place) for place in places]
+    groups = {(group.shard, group.entry, group.group_id): group for group in parse_groups(run.keys, found)}
+    return [groups.get((pointer.shard, pointer.entry, pointer.group_id)) for pointer in pointers]
 
 
 def _read_ranges(run: Run, pointers: Sequence[Pointer]) -> dict[tuple[int, str], Mapping[bytes, bytes]]:

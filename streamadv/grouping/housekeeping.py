@@ -8,10 +8,11 @@ as any producer pushes to it or touches it. Prompts that it has leased are there
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from .. import clock, metrics, tracing
@@ -20,7 +21,7 @@ from ..prompts.stored import give_back_of_lost
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
 from ..run.dead_letters import trim_dead
-from ..run.heartbeats import Attendance
+from ..run.heartbeats import HEARTBEAT_S, PRODUCER_TIMEOUT_S, Attendance
 from ..run.kept import trim_kept
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
@@ -227,24 +228,33 @@ class LostProducers:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._attendance = Attendance(run)
-        # Of each shard: producer, its first instance that may be alive, for whom nothing is left to do.
-        self._done: dict[int, set[tuple[bytes, int]]] = {}
-        self._done_leases: set[tuple[bytes, int]] = set()
+        self._first_alive: dict[bytes, int] = {}  # of each producer, its first instance that may be alive
+        self._missed: dict[bytes, float] = {}  # since when somebody with a lease is not on the list
+        self._due = -math.inf
 
     def look(self) -> None:
-        """Find out who is lost, and what prompts and groups are theirs. Without pacing groups may stay."""
+        """Find out who is lost, and what prompts and groups are theirs. Without pacing groups may stay.
+
+        All is looked through whenever the list has changed, and every HEARTBEAT_S: a server may lose what was done.
+        """
         self._attendance.look()
-        first_alive = self._attendance.first_alive.items()
-        if first_alive - self._done_leases:
-            give_back_of_lost(self._run, dict(first_alive))
-            self._done_leases = set(first_alive)
-        for shard in self._run.shards:
-            done = self._done.get(shard.index, set()) & first_alive
-            changed = first_alive - done
-            # Tickets of a lost producer may open more meanwhile: looked through again until there is none.
-            if changed and self._is_paced(shard) and not self._abandon(shard, dict(changed)):
-                done |= changed
-            self._done[shard.index] = done
+        first_alive, now = self._attendance.first_alive, clock.now()
+        if first_alive == self._first_alive and now < self._due:
+            return
+        self._first_alive, self._due = first_alive, now + HEARTBEAT_S
+        missed = dict[bytes, float]()
+
+        def is_lost(name: bytes, instance: int) -> bool:
+            if name in first_alive:
+                return instance < first_alive[name]
+            missed[name] = self._missed.get(name, now)
+            return now - missed[name] >= PRODUCER_TIMEOUT_S
+
+        give_back_of_lost(self._run, is_lost)
+        self._missed = missed
+        abandoned = [self._abandon(shard) for shard in self._run.shards if self._is_paced(shard)]
+        if any(abandoned):  # tickets of a lost producer may open more meanwhile
+            self._due = now
 
     def _is_paced(self, shard: Shard) -> bool:
         """Whether admission depends on open groups: as the trainer says, or the manifest before there is one."""
@@ -253,14 +263,14 @@ class LostProducers:
             return self._run.manifest.max_staleness is not None
         return max_staleness != b""
 
-    def _abandon(self, shard: Shard, first_alive: Mapping[bytes, int]) -> int:
+    def _abandon(self, shard: Shard) -> int:
         """How many groups no longer count. Pacing bounds how many are open, so they are read one by one."""
         abandoned = 0
         open_groups: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
         for start in range(0, len(open_groups), PAGE):
             for owner, ids in self._groups_by_owner(shard, open_groups[start : start + PAGE]).items():
                 match = OWNER.fullmatch(owner)
-                if match is None or int(match[2]) >= first_alive.get(match[1], 0):
+                if match is None or int(match[2]) >= self._first_alive.get(match[1], 0):
                     continue
                 count: int = shard.call("abandon", [owner, *ids], group_hashes=map(shard.keys.group, ids))
                 if count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from .. import clock, metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, RunEndedError, StreamadvError
@@ -24,6 +24,9 @@ from .replies import LOST_GROUPS_FIRST, NO_WEIGHTS
 from .requests import STAGE, Pause, Rest, Steps
 from .resend import ResendWindow
 from .tickets import Ticket
+
+if TYPE_CHECKING:
+    from .prompted import PromptedGroups
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class ProducerLogic:
         self._resend = ResendWindow(resend_window)
         self.admission = Admission(self.membership, self._resend)
         self.pushes = Pushes(self.membership, self.admission, self._resend)
+        self.prompted: list[PromptedGroups] = []  # iterators over prompts that may hold some
         self._due = -math.inf  # the next heartbeat
         self._has_failed = False  # the one before
         self._unheard: Reason | None = NO_ANSWER  # why no server has heard that it leaves
@@ -96,6 +100,9 @@ class ProducerLogic:
         if membership.finished or membership.closed:
             for groups in list(self.admission.ahead):
                 groups.leave()
+        for prompted in list(self.prompted):
+            if membership.finished or membership.closed or prompted.is_left:
+                yield from prompted.give_back()
         yield from self.admission.withdraw()
         leaves = membership.closed and membership.last_word == "serves"
         if has_all and membership.finished and not leaves:
@@ -191,7 +198,9 @@ class ProducerLogic:
             self.membership.name,
             self.membership.run,
             self._unheard.text,
-            self._resend.behind.total() if self._unheard is LOST_GROUPS_FIRST else self._resend.kept,
+            self._resend.behind.total() + self._resend.missed
+            if self._unheard is LOST_GROUPS_FIRST
+            else self._resend.kept,
             self.admission.unclaimed,
             extra=log_fields("left_unheard", run=self.membership.run, role="producer"),
         )

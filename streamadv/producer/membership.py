@@ -160,7 +160,11 @@ class Membership:
         """A producer that had finished has more to push."""
         if self.finished:
             self.finished = False
-            yield from self.send_heartbeat("open")
+            try:
+                yield from self.send_heartbeat("open")
+            except BaseException:  # no server may have heard it: it is said again before anything else
+                self.finished = True
+                raise
 
     def send_heartbeat(self, state: str = "") -> Steps[None]:
         """Write a heartbeat, unless this is a forked copy, and learn the newest model version.

@@ -99,6 +99,8 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
             if self._heart is not None and not self._heart.is_alive() and self._logic.membership.is_forked:
                 for groups in list(self._logic.admission.ahead):
                     groups.forget()
+                for prompted in self._logic.prompted:
+                    prompted.forget()
                 self._logic.admission.lines.forget()
                 self._start_heart()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final
 
 from .. import clock, doors, metrics
@@ -31,7 +32,8 @@ class PromptedGroups:
     """The groups of one iterator. A prompt stays leased until its group has ended, whoever plays it.
 
     While all prompts are begun and some have not ended, the producer counts as finished, so that the trainer takes what
-    is there for its last batches; it is open again before it leases another one.
+    is there for its last batches; it is open again before it leases another one. What is leased and not begun is given
+    back before the producer says that it has finished or gone.
     """
 
     def __init__(self, logic: ProducerLogic, prompts: Prompts, request: GroupRequest) -> None:
@@ -44,6 +46,8 @@ class PromptedGroups:
         self._carry_due = -math.inf
         self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: deque[Lease] = deque()  # not begun yet
+        self.is_left = False  # nobody asks for more
+        logic.prompted.append(self)
         self._wait = Wait(
             Blocked(logic.membership.who, "all prompts are begun", logic.membership.run), cap=1.0
         )
@@ -72,19 +76,41 @@ class PromptedGroups:
                 [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, BeginCall())
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
-                self._leases.popleft()
+                self._forget([leased])
                 continue
             except RunEndedError:
                 yield from self.close()
                 return None
-            self._leases.popleft()
+            self._forget([leased])
             return self._prompts.item(source, index), ticket
 
     def close(self) -> Steps[None]:
-        """Nobody asks for more: prompts that were leased and not begun are there for others."""
-        if self._leases or self._nonce:
-            yield give_back(self._home, self._prompts.set.name, list(self._leases), self._nonce)
-        self._leases.clear()
+        """Nobody asks for more."""
+        self.is_left = True
+        yield from self.give_back()
+
+    def give_back(self) -> Steps[None]:
+        """Prompts that were leased and not begun are there for others."""
+        leases, nonce = list(self._leases), self._nonce
+        if leases or nonce:
+            yield give_back(self._home, self._prompts.set.name, leases, nonce)
+            self._forget(leases)
+            self._nonce = "" if self._nonce == nonce else self._nonce
+        if self.is_left and self in self._logic.prompted:
+            self._logic.prompted.remove(self)
+
+    def forget(self) -> None:
+        """In a child of the process (fork): they are its parent's."""
+        self._leases, self._nonce = deque(), ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether prompts are leased, or may be, that are not begun."""
+        return bool(self._leases or self._nonce)
+
+    def _forget(self, leases: Sequence[Lease]) -> None:
+        """These are begun, have ended, or are given back: by another thread too, if the producer is closed."""
+        self._leases = deque(lease for lease in self._leases if lease not in leases)
 
     @property
     def _home(self) -> Any:
@@ -153,7 +179,11 @@ class PromptedGroups:
 
     def _pause(self, left: int) -> Steps[None]:
         """Wait for what was begun to end: it is played again, or the trainer commits it."""
-        if left and not self._logic.membership.finished:
+        if (
+            left
+            and not self._logic.membership.finished
+            and not any(each.holds for each in self._logic.prompted)
+        ):
             yield from self._logic.finish()
         name = self._prompts.set.name
         self._wait.because(Reason("prompts_begun", f"prompts {name}: {left} are begun and have not ended"))

@@ -154,9 +154,16 @@ class Pushes:
         # Under one nonce a call may be repeated.
         calls = [(doors.random_bytes(8).hex(), part) for part in counts]
         allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
-        send = partial(self._send_cancels, GroupSpec.of(ticket), calls, allowed)
-        shard = self._membership.shard_of(ticket.group_id)
-        return (yield from self._resend.send(shard, send(waits=True), send))
+        spec, shard = GroupSpec.of(ticket), self._membership.shard_of(ticket.group_id)
+        server_id = self._resend.server_of(shard)
+        cancelled: list[int] = []
+        try:
+            codes = yield from self._send_cancels(spec, calls, allowed, cancelled)
+        finally:  # sent again are these slots: others may be free by then
+            for part in slices(ended_packets(sorted(cancelled), "cancelled", ticket.role), load_of):
+                kept = tuple([packet.frozen() for packet in part])
+                self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
+        return PushResult(codes, cancelled)
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -248,14 +255,16 @@ class Pushes:
         return Push(keys, scorers[0] if scorers else "", tuple(arguments[SPEC_ARGS:]), [group])
 
     def _send_cancels(
-        self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str, *, waits: bool = False
-    ) -> Steps[PushResult]:
-        """Cancel slots, so many by each call, of those for which `allowed` has a '1'. Raises Busy, TrajectoryError."""
+        self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str, indices: list[int]
+    ) -> Steps[list[str]]:
+        """Cancel slots, so many by each call, of those for which `allowed` has a '1'. Notes which ones in `indices`.
+
+        Raises TrajectoryError.
+        """
         codes: list[str] = []
-        indices: list[int] = []
         for nonce, count in calls:
             below = allowed[: min(indices, default=len(allowed))]
-            cancelled, after_end = yield from self._send_cancel(spec, nonce, count, below, waits)
+            cancelled, after_end = yield from self._send_cancel(spec, nonce, count, below)
             indices += cancelled
             if after_end is None and len(cancelled) < count:
                 wanted = sum(count for _, count in calls)
@@ -266,17 +275,17 @@ class Pushes:
             part_codes = [after_end or "pushed"] * count
             metrics.producer_pushed()
             codes += part_codes
-        return PushResult(codes, indices)
+        return codes
 
     def _send_cancel(
-        self, spec: GroupSpec, nonce: str, count: int, allowed: str, waits: bool
+        self, spec: GroupSpec, nonce: str, count: int, allowed: str
     ) -> Steps[tuple[list[int], str | None]]:
         keys = self._membership.keys_of(spec.group_id)
 
         def call(arguments: list[Any]) -> ScriptCall:
             return script_call("cancel", keys, [*arguments, nonce, count, allowed], group=spec.group_id)
 
-        return cancelled_slots((yield from self._admission.call_group_script(spec, call, waits=waits)))
+        return cancelled_slots((yield from self._admission.call_group_script(spec, call, waits=True)))
 
     def _check_rewards(self, trajectories: Sequence[Checked]) -> Steps[None]:
         """Raise TrajectoryError for a reward that nobody brings: it would keep its group open until the deadline."""

@@ -17,6 +17,7 @@ from .. import clock
 from ..errors import Busy, NotPermittedError, StreamadvError
 from ..forks import renewed_at_fork
 from ..messages import log_fields
+from ..run.heartbeats import SETTLE_S
 from ..store.keys import ShardKeys
 from .requests import ServerIds, Steps
 from .tickets import PushResult
@@ -42,6 +43,7 @@ class Sent:
     size: int  # bytes of its payloads and member tables
     send: Callable[..., Steps[PushResult]]
     what: tuple[Any, ...]  # arguments of `send`; plain tuples hold nothing that the garbage collector walks
+    opens: bool  # a group that the server does not have; else it changes one that is open
 
 
 class ResendWindow:
@@ -54,6 +56,11 @@ class ResendWindow:
         self._servers: Sequence[str | None] = ()
         self._lock = renewed_at_fork(threading.Lock())
         self._warned_short = False
+        self._settled: dict[
+            int, float
+        ] = {}  # shard -> when its server has heard all producers alive, if it is new
+        self.missed = 0
+        """Calls for groups that the server did not have at the last check: somebody else may bring them back."""
         self.behind: Counter[int] = Counter()
         """Shards that had no room for lost calls at the last check -> number of these calls."""
 
@@ -77,11 +84,22 @@ class ResendWindow:
         server_id = self.server_of(shard)
         result = yield from first_send
         if result.codes:
-            self.remember(shard, server_id, 0, send, *what)
+            server_id = None if self._is_missed(shard, result) else server_id  # None: it is in doubt
+            self.remember(shard, server_id, 0, send, *what, opens=False)
         return result
 
+    def _is_missed(self, shard: int, result: PushResult) -> bool:
+        """Whether the server does not have the group, and somebody may bring it back."""
+        return clock.now() < self._settled.get(shard, -math.inf) and not set(result.codes) - {UNKNOWN}
+
     def remember(
-        self, shard: int, server_id: str | None, size: int, send: Callable[..., Steps[PushResult]], *what: Any
+        self,
+        shard: int,
+        server_id: str | None,
+        size: int,
+        send: Callable[..., Steps[PushResult]],
+        *what: Any,
+        opens: bool = True,
     ) -> None:
         """Keep something just sent; `send(*what)` sends it once more (idempotent by rollout index).
 
@@ -90,7 +108,7 @@ class ResendWindow:
         if self._seconds <= 0:
             return
         with self._lock:
-            self._sent.append(Sent(shard, server_id, clock.now(), size, send, what))
+            self._sent.append(Sent(shard, server_id, clock.now(), size, send, what, opens))
             self._bytes += size
             youngest_forgotten = -math.inf
             while self._bytes > MAX_RESEND_BYTES or len(self._sent) > MAX_RESEND_COUNT:
@@ -109,18 +127,22 @@ class ResendWindow:
     def check(self, shards: Sequence[ShardKeys], first: Callable[[], Steps[None]]) -> Steps[bool]:
         """Send again what another server may have lost; forget what this one has had for long enough.
 
-        first: what is to be done on other servers before anything is sent again. False when the server had no room for
-        some of it, or no memory: check again.
+        first: what is to be done on other servers before anything is sent again. What opens groups comes before what
+        changes them. False when the server had no room for some of it, no memory, or not (yet) its group: check again.
         """
         asked = clock.now()  # sending again may take long, and the servers may be others by then
         servers: Sequence[str | None] = yield ServerIds(shards)
         with self._lock:
             in_doubt = [sent for sent in self._sent if sent.server_id != servers[sent.shard]]
+        in_doubt.sort(key=lambda sent: not sent.opens)
+        for shard, (before, now) in enumerate(zip(self._servers, servers, strict=False)):
+            if before != now:
+                self._settled[shard] = asked + SETTLE_S
         if in_doubt or servers != (self._servers or servers):
             yield from first()
         self._servers = servers
         refused: Counter[int] = Counter()  # by shard
-        lost = 0
+        lost = self.missed = 0
         for sent in in_doubt:
             try:
                 result = yield from sent.send(*sent.what)
@@ -137,6 +159,9 @@ class ResendWindow:
                 if refused[sent.shard] and not set(result.codes) - {UNKNOWN}:
                     refused[sent.shard] += 1  # its group may be among those that were refused
                     continue
+                if self._is_missed(sent.shard, result):
+                    self.missed += 1
+                    continue
                 lost += result.count("pushed")
             # Kept as if sent now: this server may be replaced as well.
             sent.server_id, sent.when = servers[sent.shard], clock.now()
@@ -152,7 +177,7 @@ class ResendWindow:
             )
         self.behind = refused
         self._trim(servers, oldest_kept=asked - self._seconds)
-        return not refused
+        return not (refused or self.missed)
 
     def are_same(self, shards: Sequence[ShardKeys]) -> Steps[bool]:
         """Whether the servers are those of the last check."""

@@ -101,6 +101,7 @@ def trim_dead(shard: Shard, dead_bytes: int) -> None:
         count = min(surplus, EMPTY_COUNT)
         oldest = scripts.zrange(keys.dead, "(0", "-inf", desc=True, byscore=True, offset=0, num=count)
         oldest = oldest or scripts.zrange(keys.dead, 0, count - 1)
+        _empty(shard, "keep", oldest)
         _empty(shard, "purge", oldest)
     if as_count(scripts.hget(keys.ledger, "dead_bytes")) > dead_bytes:
         oldest = _oldest_beyond(shard, dead_bytes)
@@ -122,7 +123,7 @@ def _oldest_beyond(shard: Shard, dead_bytes: int) -> list[bytes]:
 
 
 def _empty(shard: Shard, what: str, members: Sequence[bytes], dead_bytes: int = -1) -> None:
-    """Delete the payloads of dead groups ('keep'), or the groups too ('purge'), while they exceed `dead_bytes`."""
+    """While they exceed `dead_bytes`: keep or delete the payloads of dead groups ('keep'), or forget all ('purge')."""
     while members:
         letters = [shard.keys.dead_group(member.decode(errors="replace")) for member in members]
         emptied: int = shard.call("empty_dead", [what, dead_bytes, *members], letters=letters)

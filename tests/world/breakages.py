@@ -54,7 +54,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "a prompt whose group is lost does not end with its commit": Mutant(
         f"{LUA}/batch/commit.lua",
-        "    if exclusions[entry] ~= 'dead' then note_prompt_end(prompt, 'trained', figures) end\n  elseif",
+        "    if applied and exclusions[entry] ~= 'dead' then note_prompt_end(prompt, 'trained', figures) end\n  elseif",
         "    groups = groups + 0\n  elseif",
     ),
     "a prompt ends with a copy of its uncommitted group": Mutant(

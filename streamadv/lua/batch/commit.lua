@@ -21,7 +21,8 @@
 local UNLINKED = 1000  -- keys in one UNLINK
 local results = tonumber(ARGV[4]) or 0
 local gone, at, groups = {}, results, 0
-local exclusions = cjson.decode(redis.call('HGET', keys.applied, ARGV[2]) or '{}')
+local applied = redis.call('HGET', keys.applied, ARGV[2])
+local exclusions = cjson.decode(applied or '{}')
 local late = {}  -- output -> group id -> fields
 -- What the trainer has made of the members of a group: of each '<rollout index> <bytes>', a line end, and the bytes.
 local function late_of(output, id)
@@ -60,7 +61,8 @@ for i = 6 + 2 * results, #ARGV do
   payloads = tonumber(payloads)
   local logged = string.match(kept, '%d') and keeps('trained') and redis.call('XRANGE', keys.groups, entry, entry)[1]
   if kept == '?' then
-    if exclusions[entry] ~= 'dead' then note_prompt_end(prompt, 'trained', figures) end
+    -- Where the batch is closed, all its groups were noted.
+    if applied and exclusions[entry] ~= 'dead' then note_prompt_end(prompt, 'trained', figures) end
   elseif redis.call('XDEL', keys.groups, entry) == 1 then
     groups = groups + 1
     note_prompt_end(prompt, 'trained', figures)

@@ -1,6 +1,6 @@
 -- A rank cannot read a trajectory of its part of a named batch and leaves it out: commit counts it as dead instead of
 -- trained. The dead letter of its group says why at once; it has no payloads, since the other members are trained on.
--- KEYS  void, trainer, groups, dead, dead_group, applied
+-- KEYS  void, trainer, groups, ledger, dead, dead_group, garbage, applied
 -- fenced by trainer
 -- ARGV  fence, entry id, group id, rollout index, batch id, reason, detail
 -- Returns  1, also when it is left out already; 0 when the shard has no such batch or entry (any more)

@@ -1,6 +1,6 @@
 -- A group becomes a dead letter: out of the log, its payloads kept under their own byte count. Its batch remembers that it
 -- does not miss the group.
--- KEYS  void, trainer, groups, ledger, dead, dead_group, applied, owners, prompt_ends
+-- KEYS  void, trainer, groups, ledger, dead, dead_group, garbage, applied, owners, prompt_ends
 -- fenced by trainer
 -- ARGV  fence, entry id, group id, id of the batch it is in ('' = none yet), reason, detail, trajectories, bytes
 -- Returns  1, 0 when the log has no such entry (any more) or the shard no such batch: after data loss the

@@ -26,17 +26,7 @@ for i, dead_group in ipairs(keys.letters) do
   if (tonumber(redis.call('HGET', keys.ledger, 'dead_bytes') or '') or 0) <= tonumber(ARGV[2]) then break end
   emptied, keys.dead_group = i, dead_group
   local id = ARGV[i + 2]
-  local group = redis.call('HMGET', keys.dead_group, 'emptied', 'bytes', 'log:payloads')
-  if not group[1] and string.match(group[2] or '', '^%d+$') then
-    redis.pcall('HINCRBY', keys.ledger, 'dead_bytes', string.format('%d', -tonumber(group[2])))
-    if not keep_dead(id) then
-      for item in string.gmatch(group[3] or '', '(%S+ %d+) %d+ %S+') do
-        redis.call('RPUSH', keys.garbage, item)
-        payloads = payloads + 1
-      end
-      redis.pcall('HINCRBY', keys.ledger, 'live_bytes', group[2])
-    end
-  end
+  payloads = payloads + release_payloads(keep_dead, id)
   if ARGV[1] == 'purge' then
     redis.call('DEL', keys.dead_group)
     redis.call('ZREM', keys.dead, id)

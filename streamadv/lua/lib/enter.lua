@@ -35,6 +35,12 @@ local function enter(group, spec, producer, limits, holder)
   if group.size ~= spec.size or group.role ~= spec.role then
     return nil, false, {'mismatch', string.format('%d', group.size), group.role}
   end
+  local missing = spec.slots - #group.slots
+  if missing > 0 and string.match(limits, '%S+$') == '0' then  -- a push without a ticket knew of fewer, and brought it back first
+    group.slots = group.slots .. string.rep('.', missing)
+    change(group, 'slots', group.slots)
+    reserve(group.slot_bytes, missing)
+  end
   if not is_withdrawn(group) then return group, false end
   local trainer = redis.call('HMGET', keys.trainer, 'epoch', 'version', 'clock')
   group.holders, group.epoch, group.version = holder, trainer[1] or '0', trainer[2] or '0'

@@ -1,5 +1,6 @@
 -- What ends of groups mean for their prompts: trained on, filtered, played again under the next try, or given up. An end
--- counts unless its prompt has ended or is at a later try, so carrying it here twice changes nothing. A home shard that has
+-- counts unless its prompt has ended, or is at a later try and this one was not trained on, so carrying it here twice
+-- changes nothing. A home shard that has
 -- lost its last writes may hear of a prompt that it has not begun, or of a later try.
 -- KEYS  void, prompt_state, prompt_entries, prompt_again, prompt_given_up, prompt_solved
 -- ARGV  retries; shard, last entry of its ends that the caller had known, and the last one here; 'check' (take them only if
@@ -13,6 +14,7 @@
 -- include prompt_solved
 local GIVEN_UP_KEPT = 1000
 local FILTERS = {zero_variance = true, difficulty = true}
+local IN_WEIGHTS = {trained = true, repeated = true}  -- one try: no other one is played any more
 local NO_FAULT = {rolled_back = true}  -- of the prompt: it is played again as often as this happens
 local retries, cursor, skip_solved = tonumber(ARGV[1]), 'cursor:' .. ARGV[2], tonumber(ARGV[6])
 if ARGV[5] == 'check' then
@@ -69,7 +71,7 @@ local function put(item, try, failures, nonce) change(item, whole(try) .. ' ' ..
 -- An operator has put a dead group back: its try is in play again, unless another one is.
 local function take_back(it)
   local try = it.of.try
-  if it.now == try + 1 and it.nonce == NOBODY then
+  if it.now == try + 1 and it.nonce == NOBODY and it.failures > 0 then  -- else it was set back to a checkpoint
     redis.call('ZREM', keys.prompt_again, it.item)
     count_up('again:dead', it, -1)
     put(it.item, try, math.max(0, it.failures - 1), GONE)
@@ -83,7 +85,7 @@ end
 local function tries_of(it)
   local now, failures, nonce = string.match(entries[it.item] or '', '^(%d+) (%d+) (%S+)')
   it.now, it.failures, it.nonce = tonumber(now or ''), tonumber(failures or ''), nonce
-  if it.now then return it.of.try >= it.now, it.failures end
+  if it.now then return it.of.try >= it.now or (IN_WEIGHTS[it.of.outcome] and it.of.try >= base), it.failures end
   return not (entries[it.item] or is_begun(it)) and it.of.try >= base, it.of.try - base
 end
 
@@ -95,7 +97,7 @@ for _, it in ipairs(ends) do
     take_back(it)
   elseif not counted then
     -- It has ended, or is played under a later try.
-  elseif outcome == 'trained' or outcome == 'repeated' or FILTERS[outcome] then
+  elseif IN_WEIGHTS[outcome] or FILTERS[outcome] then
     finish(it, FILTERS[outcome] and 'filtered:' .. outcome or 'trained')
     if it.number then note_solved(skip_solved, it.number, it.is_solved) end
   elseif failures >= retries and is_fault then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from streamadv.advantage import poison
 from streamadv.advantage.poison import MAX_ATTEMPTS, compute_safely
 from streamadv.advantage.prepare import PreparedItem, prepare
 from streamadv.algorithms.registry import estimator
+from streamadv.cli import dead as cli_dead
 from streamadv.cli import main
 from streamadv.errors import ChainError, EstimatorError, StarvedError, StreamadvError
 from streamadv.grouping.grouper import Housekeeping
@@ -477,3 +479,39 @@ def test_a_letter_that_no_process_of_the_run_wrote_is_not_requeued(redis_url: st
     with pytest.raises(StreamadvError, match="cannot be requeued"):
         requeue(joined, "forged")
     assert scripts.xlen(keys.groups) == 0
+
+
+def test_id_of_a_forgotten_group_dies_again(redis_url: str, run: str) -> None:
+    """Its id is free again, since more groups than dedupe_groups have ended; both of its groups die."""
+    with producing(redis_url, run, {"dedupe_groups": 1}) as producer:
+        joined = join(redis_url, run)
+        for names in ("g", "x", "y", "g"):
+            push_groups(producer, 1, prefix=names)
+            group_all(joined)
+            queue = TrainerQueue(
+                joined.connection, run, chain={"estimator": "gae"}, pushed=["values"], commit="each_batch"
+            )
+            with pytest.raises(StreamadvError):
+                next_batch(queue, joined)
+        assert problems(joined) == []
+
+
+@pytest.mark.parametrize("command", ["requeue", "purge"])
+def test_all_goes_on_when_somebody_else_takes_a_letter(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A grouper (more than DEAD_KEPT letters), another operator, or the lost reply of the own call."""
+    joined = pushed_run(Connection(redis_url), run, 3, finish=True)
+    let_all_die(joined)
+    original = getattr(cli_dead, command)
+    calls = []
+
+    def late(run_: Any, group_id: str) -> Any:
+        if not calls:
+            calls.append(original(run_, group_id))  # somebody else, in between
+        return original(run_, group_id)
+
+    monkeypatch.setattr(cli_dead, command, late)
+    code = main(["dead", command, "--all", "--redis", redis_url, "--run", run])
+    assert [each.group_id for each in list_dead(joined)] == []
+    assert code == 0

@@ -24,9 +24,12 @@ from streamadv.archive import follow
 from streamadv.archive.folder import create_folder, open_folder
 from streamadv.archive.follow import Archive, created_at
 from streamadv.errors import Busy, SettingError, StreamadvError
+from streamadv.run import dead_letters
+from streamadv.run.dead_letters import list_dead
 from streamadv.status import read_status
 from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
+from streamadv.status.seen import kept_entries
 from streamadv.store.keys import RUNS
 from tests.support import (
     Run,
@@ -38,6 +41,7 @@ from tests.support import (
     trajectory,
 )
 
+from ..hostile.test_dead_letters import let_all_die
 from .test_kept import kept_run, looked_at, train
 
 pytest.importorskip("pyarrow")
@@ -517,3 +521,20 @@ def test_kill_9_neither_loses_nor_doubles_a_rollout(redis_url: str, run: str, tm
     archive_all(joined, folder)
     assert len(archived(folder)) == 2 * pushed
     assert problems(joined) == []
+
+
+def test_letters_beyond_the_most_are_archived(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the setting archive every group is kept until a file has it."""
+    monkeypatch.setattr(dead_letters, "DEAD_KEPT", 2)
+    joined = archived_run(redis_url, run, archive=True, zero_variance_filter=False)
+    with producing(redis_url, run) as producer:
+        push_groups(producer, 5)
+        producer.finish()
+    let_all_die(joined)
+    assert len(list(list_dead(joined))) == 5
+    dead_letters.trim_dead(joined.home, joined.manifest.dead_bytes)
+    listed = {dead.group_id for dead in list_dead(joined)}
+    kept = {entry.fields[b"group_id"].decode() for entry in kept_entries(joined.home)}
+    assert len(listed | kept) == 5

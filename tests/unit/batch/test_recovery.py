@@ -329,3 +329,24 @@ def test_a_job_is_not_fenced_by_its_own_commit(run: Run) -> None:
     progress.servers_replaced()
     take_over(run, SETTINGS, progress)
     assert progress.committed == 1
+
+
+def test_a_dead_letter_whose_place_another_group_has(run: Run) -> None:
+    """A server whose clock was set back has lost the group, and the death, and given its place to another group."""
+    progress = Progress()
+    leader = begin(run, progress)
+    record = leader.batches[0].record
+    pointer = record.groups[1]
+    leader.dead_letter(record, {pointer.group_id: Death("compute_error", "")})
+    # The server goes back to before the group was logged; another one of the shard completes at the same id.
+    scripts, keys = run.connection.scripts, run.shard(pointer.shard).keys
+    entries = scripts.xrange(keys.groups)
+    scripts.delete(keys.groups)
+    assert entries
+    placed = dict(entries)
+    last = entries[-1]
+    del placed[last[0]]
+    placed[pointer.entry.encode()] = last[1]
+    for entry in sorted(placed, key=lambda e: [int(x) for x in e.split(b"-")]):
+        scripts.xadd(keys.groups, placed[entry], id=entry)
+    take_over(run, SETTINGS, progress)
