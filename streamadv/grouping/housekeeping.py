@@ -21,7 +21,7 @@ from ..prompts.stored import give_back_of_lost
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
 from ..run.dead_letters import trim_dead
-from ..run.heartbeats import HEARTBEAT_S, PRODUCER_TIMEOUT_S, Attendance
+from ..run.heartbeats import HEARTBEAT_S, Attendance
 from ..run.kept import trim_kept
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
@@ -229,7 +229,6 @@ class LostProducers:
         self._run = run
         self._attendance = Attendance(run)
         self._first_alive: dict[bytes, int] = {}  # of each producer, its first instance that may be alive
-        self._missed: dict[bytes, float] = {}  # since when somebody with a lease is not on the list
         self._due = -math.inf
 
     def look(self) -> None:
@@ -242,16 +241,7 @@ class LostProducers:
         if first_alive == self._first_alive and now < self._due:
             return
         self._first_alive, self._due = first_alive, now + HEARTBEAT_S
-        missed = dict[bytes, float]()
-
-        def is_lost(name: bytes, instance: int) -> bool:
-            if name in first_alive:
-                return instance < first_alive[name]
-            missed[name] = self._missed.get(name, now)
-            return now - missed[name] >= PRODUCER_TIMEOUT_S
-
-        give_back_of_lost(self._run, is_lost)
-        self._missed = missed
+        give_back_of_lost(self._run, first_alive)
         abandoned = [self._abandon(shard) for shard in self._run.shards if self._is_paced(shard)]
         if any(abandoned):  # tickets of a lost producer may open more meanwhile
             self._due = now

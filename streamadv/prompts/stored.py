@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -142,22 +142,25 @@ def _is_of(item: str, totals: list[int]) -> bool:
     return source <= len(totals) and position < totals[source - 1]
 
 
-def give_back_of_lost(run: Run, is_lost: Callable[[bytes, int], bool]) -> int:
+def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:
     """Give back the leases of producers that are lost or have been started again. Returns how many.
 
-    is_lost: asked for the name of a producer, and its instance.
+    first_alive: name of a producer -> its first instance that may be alive. Leases of one that is not there stay until
+    the trainer has nothing else to wait for (`batch.prompts`).
     """
+
+    def is_lost(entry: str) -> bool:
+        match = ENTRY.fullmatch(entry)
+        if match is None or match[5] is None:
+            return False
+        return int(match[5]) < first_alive.get(match[4].encode(), 0)
+
     return sum(_give_back(run, prompts, is_lost) for prompts in read_sets(run))
 
 
-def _give_back(run: Run, prompts: PromptSet, is_lost: Callable[[bytes, int], bool]) -> int:
+def _give_back(run: Run, prompts: PromptSet, is_lost: Callable[[str], bool]) -> int:
     stored = read(run, prompts)
-    owners = {item: ENTRY.fullmatch(entry) for item, entry in stored.entries.items()}
-    lost = [
-        item
-        for item, owner in owners.items()
-        if owner is not None and owner[5] is not None and is_lost(owner[4].encode(), int(owner[5]))
-    ]
+    lost = [item for item, entry in stored.entries.items() if is_lost(entry)]
     given = 0
     for start in range(0, len(lost), SLICE):
         leases = stored.leases(lost[start : start + SLICE])
@@ -186,10 +189,8 @@ def check_requeue(run: Run, group_id: str) -> None:
             home.prompt_given_up(prompts.name), f"{tried.item} {tried.number} dead"
         )
         number, failures, nonce, *_ = [*entry.split(" "), "", "", ""]
-        waits = (number, nonce) == (
-            str(tried.number + 1),
-            NOBODY,
-        ) and failures != "0"  # "0": since a checkpoint
+        # Without a failure it waits since a checkpoint was loaded.
+        waits = number == str(tried.number + 1) and nonce == NOBODY and failures != "0"
         if given_up is not None or waits:
             return
         raise StreamadvError(

@@ -114,6 +114,8 @@ class Pipeline:
         """When the server lost writes, and the run has not noted its servers."""
         self.prompts_over: list[float] = []
         """When producers were told that all prompts have ended."""
+        self.left: list[Any] = []
+        """Iterators over prompts that their producers have left, and nobody closes."""
         self.played_late = False
         """Whether a group begun ahead had to wait for longer than its deadline."""
         self.ended = False
@@ -329,7 +331,7 @@ class Pipeline:
             for hand in hands:
                 hand.join()
             if self.scene.prompts:
-                Blocking(self, producer, life, f"p{number}", 0.0).do_prompts()
+                Blocking(self, producer, life, f"p{number}", 0.0).do_prompts(plan["leaves"])
             if plan["ends"] == "finish":
                 life.finishes = True
                 producer.finish()
@@ -368,7 +370,7 @@ class Pipeline:
                 *(self._async_hand(number, due, plan, opened, life) for due in plan["hands"])
             )
             if self.scene.prompts:
-                await Asyncio(self, opened, life, f"p{number}", 0.0).do_prompts()
+                await Asyncio(self, opened, life, f"p{number}", 0.0).do_prompts(plan["leaves"])
             if plan["ends"] in ("finish", "serve"):
                 life.finishes = True
                 await opened.finish()

@@ -213,9 +213,10 @@ class Blocking(_Play):
     def do_eval(self) -> None:
         self._pushed(self.pipeline.plan_group(self.prefix, role="eval"), (0, 1))
 
-    def do_prompts(self) -> None:
-        """All prompts of the run, together with the other producers."""
-        for index, begun in self.producer.prompts(self.pipeline.prompts, 2):
+    def do_prompts(self, leaves: int) -> None:
+        """All prompts of the run, together with the other producers; or only so many, unless 0."""
+        iterator = self.producer.prompts(self.pipeline.prompts, 2)
+        for number, (index, begun) in enumerate(iterator, 1):
             group = self.pipeline.plan_group(begun.group_id, whole=False)
             for rollout in begun:
                 self.needed = self.of_prompt(index, begun)
@@ -223,6 +224,9 @@ class Blocking(_Play):
                     rollout.fail()
                 else:
                     self._played(group, rollout, 0.1)
+            if number == leaves:
+                self.pipeline.left.append(iterator)
+                return
         self.pipeline.prompts_over.append(self.world.time)
 
     do_turns = do_again = do_group  # a gateway is an asyncio producer, and nobody cancels a thread's call
@@ -270,8 +274,10 @@ class Asyncio(_Play):
         for rollout in begun:
             await self._played(group, rollout)
 
-    async def do_prompts(self) -> None:
-        async for index, begun in self.producer.prompts(self.pipeline.prompts, 2):
+    async def do_prompts(self, leaves: int) -> None:
+        iterator = self.producer.prompts(self.pipeline.prompts, 2)
+        async for index, begun in iterator:
+            leaves -= 1
             group = self.pipeline.plan_group(begun.group_id, whole=False)
             for rollout in begun:
                 self.needed = self.of_prompt(index, begun)
@@ -279,6 +285,9 @@ class Asyncio(_Play):
                     await rollout.fail()
                 else:
                     await self._played(group, rollout, 0.1)
+            if leaves == 0:
+                self.pipeline.left.append(iterator)
+                return
         self.pipeline.prompts_over.append(self.world.time)
 
     async def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:

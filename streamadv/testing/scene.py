@@ -158,7 +158,7 @@ def draw_scene(world: World) -> Scene:
             return None
         return [source.choice(OPERATIONS), source.choice((0.0, 0.0, 0.0, 0.1, 1.0, 4.0))]
 
-    producers = []
+    producers: list[dict[str, Any]] = []
     for number in range(3):
         plain, often = ("none", (0.6, 0.2)[number - 1]) if number else ("blocking", 1.0)
         kind = pick(f"p{number}", plain, "blocking", "named", "asyncio", often=often)
@@ -174,9 +174,11 @@ def draw_scene(world: World) -> Scene:
         serves = ("serve",) if kind == "asyncio" else ()  # as a gateway does, for which the run does not wait
         ends = pick(f"p{number}/ends", "finish", "finish", "close", *serves)
         plays = pick(f"p{number}/plays", 0.0, 0.2, 3.0, 6.0)
+        # Prompts after which it leaves the others to the first producer; 0 = never.
+        leaves = pick(f"p{number}/leaves", 0, 1, 2, often=0.2) if producers else 0
         producers.append(
             {"kind": kind, "hands": [operations[hand::hands] for hand in range(hands)]}
-            | {"plays": plays, "lingers": lingers, "ends": ends}
+            | {"plays": plays, "lingers": lingers, "ends": ends, "leaves": leaves}
         )
     if all(producer["ends"] != "finish" for producer in producers):
         producers[0]["ends"] = "finish"

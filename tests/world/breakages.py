@@ -26,7 +26,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     # Prompts
     "an end of an older try of a prompt counts": Mutant(
-        f"{LUA}/prompts/end_prompts.lua", "if it.now then return it.of.try >= it.now, it.failures end", "if it.now then return true, it.failures end"
+        f"{LUA}/prompts/end_prompts.lua", "if it.now then return it.of.try >= it.now or (IN_WEIGHTS[it.of.outcome] and it.of.try >= base), it.failures end", "if it.now then return true, it.failures end"
     ),
     "a prompt that has ended stays in play": Mutant(
         f"{LUA}/prompts/end_prompts.lua", "change(it.item, not is_begun(it) and 'ended')", "change(it.item, entries[it.item])"

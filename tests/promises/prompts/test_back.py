@@ -111,8 +111,8 @@ def test_what_a_lost_producer_has_leased_is_there_for_others(redis_url: str, run
     with sa.Producer(redis_url, run, name="engine") as lost, sa.Producer(redis_url, run) as other:
         _, group = next(lost.prompts(prompts(epochs=1), SIZE))
         joined = join(redis_url, run)
-        assert give_back_of_lost(joined, lambda *_: False) == 0
-        assert give_back_of_lost(joined, lambda name, instance: name == b"engine" and instance < 10**15) == 1
+        assert give_back_of_lost(joined, {b"engine": 0}) == 0
+        assert give_back_of_lost(joined, {b"engine": 10**15}) == 1
         assert play(other.prompts(prompts(epochs=1), SIZE), 1) == [group.group_id]
 
 

@@ -199,39 +199,3 @@ def test_one_iterator_says_finished_while_another_has_leases(redis_url: str, run
             play(next(slow))
             left = held - 1
         assert not over, f"the run is over, and {left + 1} prompts were leased and not begun"
-
-
-@pytest.mark.parametrize("count", [50, 120])
-def test_many_producers_die_at_once(
-    redis_url: str, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    """The trainer takes those beyond the latest 100 off the list before a grouper counts them as lost."""
-    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
-    with ExitStack() as stack:
-        killed = stack.enter_context(Producer(redis_url, run, name="engine"))
-        next(killed.prompts(prompts(epochs=1), SIZE))
-        iterator = killed.prompts(prompts(epochs=1), SIZE)
-        next(iterator)
-        joined = join(redis_url, run)
-        held = len([entry for entry in stored(joined).entries.values() if entry.count(" ") > 2])
-        assert held
-        for number in range(count):
-            joined.home.call("heartbeat", [f"other {number}", "open", "", ""])
-        other = stack.enter_context(Producer(redis_url, run))
-        trainer, rounds = Attendance(joined), housekeeping.Housekeeping(joined)
-        trainer.look()
-        forward(0.5)
-        for _ in range(30):
-            rounds.round()
-            forward(0.5)
-            trainer.look()
-            forward(0.5)
-            heartbeat(other)
-        for _ in range(60):
-            trainer.look()
-            forward(0.5)
-            rounds.round()
-            forward(0.5)
-            heartbeat(other)
-        owned = [entry for entry in stored(joined).entries.values() if " engine " in entry]
-        assert owned == []
