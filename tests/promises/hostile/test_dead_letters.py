@@ -481,7 +481,7 @@ def test_a_letter_that_no_process_of_the_run_wrote_is_not_requeued(redis_url: st
     assert scripts.xlen(keys.groups) == 0
 
 
-def test_id_of_a_forgotten_group_dies_again(redis_url: str, run: str) -> None:
+def test_an_id_that_dies_again_has_one_letter_and_leaks_nothing(redis_url: str, run: str) -> None:
     """Its id is free again, since more groups than dedupe_groups have ended; both of its groups die."""
     with producing(redis_url, run, {"dedupe_groups": 1}) as producer:
         joined = join(redis_url, run)

@@ -35,7 +35,7 @@ def restart(server: EmbeddedServer) -> None:
     server.start()
 
 
-def test_a_touch_before_the_push(forgetful: EmbeddedServer, run: str) -> None:
+def test_a_touch_is_sent_again_after_what_opens_its_group(forgetful: EmbeddedServer, run: str) -> None:
     """Begin, touch, push: the server loses all of it."""
     with producing(forgetful.url, run, {"group_deadline_s": 3.0}) as producer:
         group = producer.begin_group(2, group_id="long")
@@ -51,7 +51,7 @@ def test_a_touch_before_the_push(forgetful: EmbeddedServer, run: str) -> None:
         assert (one - two) / 1000 > 500
 
 
-def test_a_score_before_the_push(forgetful: EmbeddedServer, run: str) -> None:
+def test_a_score_is_sent_again_after_its_trajectory(forgetful: EmbeddedServer, run: str) -> None:
     """The reward is there before its trajectory: the server loses both."""
     with producing(forgetful.url, run) as producer:
         group = producer.begin_group(1, group_id="g")
@@ -62,7 +62,9 @@ def test_a_score_before_the_push(forgetful: EmbeddedServer, run: str) -> None:
         assert group_all(join(forgetful.url, run)) == ["complete"]
 
 
-def test_a_score_by_another_producer(forgetful: EmbeddedServer, run: str) -> None:
+def test_a_score_waits_for_the_producer_that_brings_its_group_back(
+    forgetful: EmbeddedServer, run: str
+) -> None:
     """Another process brings the reward, and hears first that the server was replaced."""
     with producing(forgetful.url, run) as producer, producing(forgetful.url, run) as judge:
         producer.push([unscored("g", 0, 1)])
@@ -76,7 +78,9 @@ def test_a_score_by_another_producer(forgetful: EmbeddedServer, run: str) -> Non
         assert group_all(joined) == ["complete"]
 
 
-def test_a_score_by_another_producer_after_the_loss(forgetful: EmbeddedServer, run: str) -> None:
+def test_a_score_that_finds_no_group_after_a_loss_is_brought_again(
+    forgetful: EmbeddedServer, run: str
+) -> None:
     """It is brought to a server that has lost the trajectory: the answer is `unknown`, and nobody brings it again."""
     with producing(forgetful.url, run) as producer, producing(forgetful.url, run) as judge:
         producer.push([unscored("g", 0, 1)])
@@ -89,7 +93,7 @@ def test_a_score_by_another_producer_after_the_loss(forgetful: EmbeddedServer, r
 
 
 @pytest.mark.parametrize("first", ["plain", "ticket"])
-def test_a_group_with_more_slots_comes_back(forgetful: EmbeddedServer, run: str, first: str) -> None:
+def test_a_group_comes_back_with_all_its_slots(forgetful: EmbeddedServer, run: str, first: str) -> None:
     """A group with redundancy of its own; a record of it is pushed without a ticket, and comes back first."""
     with producing(forgetful.url, run) as producer, producing(forgetful.url, run) as other:
         group = producer.begin_group(2, group_id="g", redundancy=2)
@@ -104,7 +108,9 @@ def test_a_group_with_more_slots_comes_back(forgetful: EmbeddedServer, run: str,
 
 
 @pytest.mark.parametrize("first", ["who cancels", "who pushes"])
-def test_a_cancellation_by_count_takes_another_slot(forgetful: EmbeddedServer, run: str, first: str) -> None:
+def test_a_cancellation_is_repeated_for_its_own_slots(
+    forgetful: EmbeddedServer, run: str, first: str
+) -> None:
     """Sent again, `cancel(count)` takes the slot of a trajectory that is still to be sent again by another process."""
     with producing(forgetful.url, run) as producer, producing(forgetful.url, run) as other:
         mine = producer.begin_group(3, group_id="g", redundancy=1)
@@ -118,7 +124,7 @@ def test_a_cancellation_by_count_takes_another_slot(forgetful: EmbeddedServer, r
         assert group_all(join(forgetful.url, run)) == ["complete"]
 
 
-def test_a_short_cancellation_is_not_sent_again(forgetful: EmbeddedServer, run: str) -> None:
+def test_a_cancellation_that_found_fewer_slots_is_sent_again(forgetful: EmbeddedServer, run: str) -> None:
     """Fewer slots are free than were to be cancelled: those that were are lost with the server's last writes."""
     with producing(forgetful.url, run) as producer, producing(forgetful.url, run) as other:
         mine = producer.begin_group(2, group_id="g")
@@ -131,7 +137,9 @@ def test_a_short_cancellation_is_not_sent_again(forgetful: EmbeddedServer, run: 
         assert group_all(join(forgetful.url, run)) == ["incomplete"]
 
 
-def test_reopening_is_interrupted(redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_producer_is_open_again_after_an_interrupted_begin(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Finish; the next begin is interrupted while it says `open`; later ones do not say it."""
     run_script = producer_module.run_script
     said: list[str] = []
@@ -157,7 +165,9 @@ def test_reopening_is_interrupted(redis_url: str, run: str, monkeypatch: pytest.
             assert not ends(queue), "the producer is open, and plays another group"
 
 
-def test_reopening_is_cancelled(redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_producer_is_open_again_after_a_cancelled_begin(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same by a timeout of asyncio."""
     run_script = async_module.run_script_async
     hangs = [False]

@@ -45,7 +45,7 @@ class Past:
 
 
 @pytest.mark.slow
-def test_a_given_back_lease_is_lost(
+def test_a_lease_is_given_back_again_after_a_loss(
     tmp_path: Path, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grouper has given back a lost producer's prompts; the server loses that."""
@@ -75,7 +75,9 @@ def test_a_given_back_lease_is_lost(
 
 
 @pytest.mark.slow
-def test_abandon_is_lost(tmp_path: Path, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_a_lost_producer_stop_counting_again_after_a_loss(
+    tmp_path: Path, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A grouper has said that a lost producer's groups do not count; the server loses that."""
     monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
     past = Past(tmp_path)
@@ -101,7 +103,7 @@ def test_abandon_is_lost(tmp_path: Path, run: str, forward: Forward, monkeypatch
 
 
 @pytest.mark.parametrize("way", ["break", "error", "terminated"])
-def test_leases_of_an_asyncio_producer_that_has_left(redis_url: str, run: str, way: str) -> None:
+def test_an_asyncio_producer_gives_back_its_prompts_as_it_leaves(redis_url: str, run: str, way: str) -> None:
     """The loop over prompts is left, and with it the producer: what was leased and not begun is for others."""
     many = sa.Prompts(list(range(2000)), epochs=1)
 
@@ -125,7 +127,7 @@ def test_leases_of_an_asyncio_producer_that_has_left(redis_url: str, run: str, w
 
 
 @pytest.mark.parametrize(("way", "most"), [("kept in a variable", 1), ("server away", 1), ("thread", 20)])
-def test_leases_of_a_blocking_producer(
+def test_a_blocking_producer_gives_back_its_prompts_as_it_leaves(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch, way: str, most: int
 ) -> None:
     """What a blocking iterator has leased and not begun, when it cannot give it back at once."""
@@ -166,7 +168,7 @@ def test_leases_of_a_blocking_producer(
     assert len(owned) <= most
 
 
-def test_one_iterator_says_finished_while_another_has_leases(redis_url: str, run: str) -> None:
+def test_a_producer_with_leases_does_not_finish_for_another_loop(redis_url: str, run: str) -> None:
     """Two loops over prompts of one producer: one finds none left while the other has some that it has not begun."""
     many = sa.Prompts(list(range(400)), epochs=1)
 

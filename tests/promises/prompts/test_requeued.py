@@ -118,7 +118,7 @@ def test_a_prompt_whose_dead_group_waits_again_is_not_ended_by_the_commit(redis_
         assert not problems(joined)
 
 
-def test_requeue_races_with_a_lease(redis_url: str, run: str) -> None:
+def test_a_dead_group_put_back_while_its_prompt_is_leased_ends_it(redis_url: str, run: str) -> None:
     """check_requeue passes, a producer leases the next try, the group is requeued and trained: it ends as trained."""
     with sa.Producer(redis_url, run) as producer:
         joined = join(redis_url, run)
@@ -142,7 +142,9 @@ def test_requeue_races_with_a_lease(redis_url: str, run: str) -> None:
         assert stored(joined).counters["trained 1 0"] == 1
 
 
-def test_requeued_and_trained_then_older_checkpoint(redis_url: str, run: str) -> None:
+def test_a_prompt_that_a_checkpoint_took_back_is_played_whatever_was_put_back(
+    redis_url: str, run: str
+) -> None:
     """A requeued group that was trained in a past that an older checkpoint has taken back: it is to be played again,
     also after the trainer was restarted once more."""
     with sa.Producer(redis_url, run) as producer:
