@@ -46,6 +46,7 @@ class PromptedGroups:
         self._carry_due = -math.inf
         self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: deque[Lease] = deque()  # not begun yet
+        self._admitting: Lease | None = None  # the one that is being begun
         self.is_left = False  # nobody asks for more
         logic.prompted.append(self)
         self._wait = Wait(
@@ -73,6 +74,7 @@ class PromptedGroups:
                 metadata={**self._spec.metadata, "prompt": index, "epoch": epoch},
             )
             try:
+                self._admitting = leased
                 [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, BeginCall())
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
@@ -81,6 +83,8 @@ class PromptedGroups:
             except RunEndedError:
                 yield from self.close()
                 return None
+            finally:
+                self._admitting = None
             self._forget([leased])
             return self._prompts.item(source, index), ticket
 
@@ -89,9 +93,10 @@ class PromptedGroups:
         self.is_left = True
         yield from self.give_back()
 
-    def give_back(self) -> Steps[None]:
-        """Prompts that were leased and not begun are there for others."""
-        leases, nonce = list(self._leases), self._nonce
+    def give_back(self, *, asks: bool = False) -> Steps[None]:
+        """Prompts that were leased and not begun are there for others. asks: not those that are being leased."""
+        leases = [lease for lease in self._leases if self.is_left or lease != self._admitting]
+        nonce = "" if asks else self._nonce
         if leases or nonce:
             yield give_back(self._home, self._prompts.set.name, leases, nonce)
             self._forget(leases)
@@ -119,8 +124,12 @@ class PromptedGroups:
     def _find(self) -> Steps[Lease | None]:
         """The next leased prompt, which stays the first of `_leases`, waiting for one; None when none will come."""
         membership = self._logic.membership
-        while not self._leases:
+        while True:
             yield from self._carry()
+            leases = self._leases  # another thread may have them given back, and replaces the queue
+            if leases:
+                self._wait.over()
+                return leases[0]
             self._nonce = doors.random_bytes(NONCE_BYTES).hex()
             reply = yield self._call()
             self._nonce = ""
@@ -143,9 +152,6 @@ class PromptedGroups:
                 return None
             else:
                 yield from self._pause(as_count(reply[1]) if state == b"wait" else 0)
-        self._wait.over()
-        yield from self._carry()
-        return self._leases[0]
 
     def _call(self) -> GroupCall:
         is_first, finished = True, self._logic.membership.finished
@@ -179,11 +185,12 @@ class PromptedGroups:
 
     def _pause(self, left: int) -> Steps[None]:
         """Wait for what was begun to end: it is played again, or the trainer commits it."""
-        if (
-            left
-            and not self._logic.membership.finished
-            and not any(each.holds for each in self._logic.prompted)
-        ):
+        others = [each for each in self._logic.prompted if each.holds and each is not self]
+        for (
+            other
+        ) in others:  # which are asked for more later, or never: this one plays what they have not begun
+            yield from other.give_back(asks=True)
+        if left and not self._logic.membership.finished and not any(other.holds for other in others):
             yield from self._logic.finish()
         name = self._prompts.set.name
         self._wait.because(Reason("prompts_begun", f"prompts {name}: {left} are begun and have not ended"))

@@ -56,9 +56,8 @@ class ResendWindow:
         self._servers: Sequence[str | None] = ()
         self._lock = renewed_at_fork(threading.Lock())
         self._warned_short = False
-        self._settled: dict[
-            int, float
-        ] = {}  # shard -> when its server has heard all producers alive, if it is new
+        self._settled: dict[int, float] = {}
+        """Shard whose server was replaced -> when that one has heard every producer that is alive."""
         self.missed = 0
         """Calls for groups that the server did not have at the last check: somebody else may bring them back."""
         self.behind: Counter[int] = Counter()
@@ -90,7 +89,7 @@ class ResendWindow:
 
     def _is_missed(self, shard: int, result: PushResult) -> bool:
         """Whether the server does not have the group, and somebody may bring it back."""
-        return clock.now() < self._settled.get(shard, -math.inf) and not set(result.codes) - {UNKNOWN}
+        return result.codes == [UNKNOWN] and clock.now() < self._settled.get(shard, -math.inf)
 
     def remember(
         self,
