@@ -217,7 +217,7 @@ def _column(name: str, column: Array | Tensor, num_tokens: int) -> Tensor:
         raise TrajectoryError(f"{name} has dtype {column.dtype}, needs numbers")
     if tuple(column.shape) != (num_tokens,):
         raise TrajectoryError(f"{name} has shape {tuple(column.shape)}, needs ({num_tokens},)")
-    return torch.as_tensor(column)
+    return torch.as_tensor(column, device="cpu") if isinstance(column, np.ndarray) else column
 
 
 def _no_tokens(name: str) -> Array:
@@ -229,7 +229,7 @@ def empty_column(
 ) -> Tensor:
     """[length, *shape] uninitialised, on the host. For a CUDA device pinned: the copy then runs beside the host."""
     torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-    return torch.empty((length, *shape), dtype=torch_dtype, pin_memory=device.type == "cuda")
+    return torch.empty((length, *shape), dtype=torch_dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def _clear_baselines(mask: Tensor, members: Members, cu_seqlens: Positions) -> None:

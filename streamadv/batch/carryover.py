@@ -90,7 +90,10 @@ class KLCoefficients:
         """The coefficient to stamp into the record of batch k; None = the chain's fixed one, or no KL."""
         if self._config is None or self._config.target is None:
             return None
-        return self._after.get(k - 1 - self._prefetch, self._config.coefficient)
+        since = k - 1 - self._prefetch
+        if since >= 0 and self._after:  # a job with a smaller prefetch has kept fewer
+            return self._after[max(since, min(self._after))]
+        return self._config.coefficient
 
     def trained(self, k: int, kl: float | None, trajectories: int) -> None:
         """Batch k was trained on and its mean KL was `kl`."""

@@ -59,8 +59,9 @@ class Candidates:
         """Whether it has come to the end of every log, at least once."""
         return len(self._read_whole) == len(self.cursors)
 
-    def read_on(self, limit: int) -> None:
-        """Read until there are `limit` candidates of each shard, or its log ends."""
+    def read_on(self, limit: int) -> bool:
+        """Read until there are `limit` candidates of each shard, or its log ends. Returns whether there may be more."""
+        has_more = False
         for shard, groups in self._groups.items():
             while (missing := limit - len(groups)) > 0:
                 page = read_entries(self._run, shard, self.cursors[shard], missing)
@@ -72,6 +73,9 @@ class Candidates:
                 if len(page) < missing:
                     self._read_whole.add(shard)
                     break
+            else:
+                has_more = True
+        return has_more
 
     def committed(self, groups: Iterable[Pointer]) -> None:
         """They are gone from the logs: a group that a server has lost may come again to the place that it had."""
@@ -167,16 +171,17 @@ class Leader(Session):
         limit = max_groups or settings.batch_groups
         needed = 1 if ended else min(settings.min_groups, limit)
         ahead = limit * (QUOTA_BATCHES if settings.quotas else 1)
-        self._candidates.read_on(ahead)
+        has_more = self._candidates.read_on(ahead)
         if 0 < len(self._candidates) < needed and clock.now() < self._judge_due:
             return False
         self._judge_due = clock.now() + JUDGE_S
         for _ in range(SCAN_PAGES):  # what is dropped leaves the log, so the next page holds others
             groups, has_dropped = self._choose(k, limit)
-            if len(groups) >= needed or not has_dropped:
+            if len(groups) >= needed or not (has_dropped or has_more):
                 break
-            self._candidates.read_on(ahead)
-        self.has_scanned_logs = not has_dropped
+            waiting = len(self._candidates) - len(groups)  # other tries of prompts: what follows may be fit
+            has_more = self._candidates.read_on(ahead + waiting)
+        self.has_scanned_logs = not (has_dropped or has_more)
         self.dropped.log(now=len(groups) >= needed)
         if len(groups) < needed:
             return False

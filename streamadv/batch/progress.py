@@ -234,10 +234,10 @@ class Progress:
         """The batch is in the weights."""
         if record.k < self.version:
             return
-        self.version = record.k + 1
         for pointer in self.batch(record).living:
             self._uncommitted[self._known_as(pointer.group_id)] = record.k
         self.running, self.knows_running = record.running, True
+        self.version = record.k + 1  # last: an interrupt before it is repeated
 
     def commit(self, version: int) -> None:
         """The batches below `version` are in a saved checkpoint, and the run says so."""
@@ -245,10 +245,12 @@ class Progress:
         self.committed = max(self.committed, version)
         while self._uncommitted and next(iter(self._uncommitted.values())) < version:
             group_id = next(iter(self._uncommitted))
-            k = self._uncommitted.pop(group_id)
-            groups = self._returning if k < self._named_elsewhere else self._committed
+            groups = (
+                self._returning if self._uncommitted[group_id] < self._named_elsewhere else self._committed
+            )
             groups.pop(group_id, None)
             groups[group_id] = now
+            del self._uncommitted[group_id]
 
     def follow(self, committed: int) -> None:
         """Do on a rank above 0 what rank 0 has committed: such a rank keeps only what is uncommitted."""

@@ -23,13 +23,12 @@ from .. import doors
 from ..advantage.results import BatchResults
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
-from ..errors import StreamadvError, UndecodableGroupError, WireError
+from ..errors import UndecodableGroupError, WireError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
 from ..run.packets import fetch_replies, know_columns, split_reply
-from ..store.retry import SERVER_ERRORS
 from ..trajectory.columns import (
     HEADER,
     KNOWN_COLUMNS,
@@ -303,17 +302,14 @@ class ReadAhead:
         self._run = run
         self._stopped = doors.Event()
         self._fetched: FetchedShare | None = None
-        self._error: BaseException | None = None
         self._thread = doors.Thread(
             target=self._fetch, args=(layout, record, rank), name="streamadv-read-ahead", daemon=True
         )
         self._thread.start()
 
     def result(self) -> FetchedShare | None:
-        """Wait for the thread and return what it has fetched. Raises what no server brought about."""
+        """Wait for the thread and return what it has fetched. What kept it from the rest, the caller meets itself."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
         return self._fetched
 
     def stop(self) -> None:
@@ -327,11 +323,9 @@ class ReadAhead:
             self._fetched = FetchedShare(self._run, share, rank.device)
             self._fetched.read(self._run, MAX_BYTES, self._stopped)
             self._fetched.check()
-        except (StreamadvError, *SERVER_ERRORS) as error:
+        except BaseException as error:
             fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
-            logger.debug("not read ahead: %s", error, extra=fields)
-        except BaseException as error:  # raised where the batch is asked for
-            self._error = error
+            logger.debug("not read ahead: %s: %s", type(error).__name__, error, extra=fields)
 
 
 def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:

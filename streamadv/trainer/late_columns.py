@@ -72,7 +72,7 @@ def make_late_columns(
     if not suppliers:
         return {}
     mask = columns["response_mask"]
-    made = {name: torch.zeros(len(mask), device=mask.device) for name in suppliers}
+    made = {name: torch.zeros(len(mask), dtype=torch.float32, device=mask.device) for name in suppliers}
     for spans, micro_batch in zip(token_spans(share), cut(share, columns, extras, has), strict=True):
         for name, supplier in suppliers.items():
             values = late_values(name, supplier, micro_batch)
@@ -156,14 +156,15 @@ def _supplied(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tenso
     if not isinstance(values, Tensor):
         kind = "None" if values is None else f"a {type(values).__name__}"
         raise LateColumnError(f"{where} is {kind}, needs a tensor of shape ({tokens},), from {by}")
-    if values.shape != (tokens,):
-        shape = tuple(values.shape)
+    whole: Tensor = values.full_tensor() if hasattr(values, "full_tensor") else values  # of a DTensor
+    if whole.shape != (tokens,):
+        shape = tuple(whole.shape)
         raise LateColumnError(
             f"{where} has shape {shape}, needs ({tokens},): one number per token, from {by}"
         )
-    if values.is_complex():
-        raise LateColumnError(f"{where} has dtype {values.dtype}, needs real numbers, from {by}")
-    return values
+    if whole.is_complex():
+        raise LateColumnError(f"{where} has dtype {whole.dtype}, needs real numbers, from {by}")
+    return whole
 
 
 def _name_of(supplier: LateColumn) -> str:

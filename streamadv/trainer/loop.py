@@ -287,10 +287,15 @@ class Loop:
         if patience.is_over:
             why = unmarked.line(run) if unmarked else why_no_batch(session.run, self._limits)
             raise NoBatchError(f"no new group for {timeout:g} s (run {run}, batch {self._next}): {why}")
-        block_ms = BLOCK_MS if timeout is None else min(BLOCK_MS, round(timeout * 500) or 1)
+        block_ms = BLOCK_MS if timeout is None else round(min(BLOCK_MS, timeout * 500)) or 1
+
+        def could_name() -> bool:  # beside what another thread names
+            with self.lock:
+                return isinstance(session, Leader) and session.could_name(max_groups)
+
         if unmarked:
             self._sessions.news.wait(block_ms / 1000)
-        elif wait_for_news(collector, block_ms, max_groups, self._closed.wait):
+        elif wait_for_news(collector, block_ms, could_name, self._closed.wait):
             with self.lock:
                 collector.read()
 
@@ -345,7 +350,7 @@ class _Patience:
 
 
 def wait_for_news(
-    collector: Collector, block_ms: int, max_groups: int | None, sleep: Callable[[float], object]
+    collector: Collector, block_ms: int, could_name: Callable[[], bool], sleep: Callable[[float], object]
 ) -> bool:
     """Return when a result has come, or another batch can be named; at the latest after `block_ms`.
 
@@ -355,7 +360,7 @@ def wait_for_news(
     part_ms = max(1, block_ms // len(shards))
     started = clock.now()
     for shard in shards:
-        news = _wait_in_shard(collector, shard, part_ms, max_groups)
+        news = _wait_in_shard(collector, shard, part_ms, could_name)
         if news:
             return news == "results"
     if clock.now() - started < block_ms / 2000:
@@ -364,7 +369,7 @@ def wait_for_news(
 
 
 def _wait_in_shard(
-    collector: Collector, shard: int, part_ms: int, max_groups: int | None
+    collector: Collector, shard: int, part_ms: int, could_name: Callable[[], bool]
 ) -> Literal["results", "groups"] | None:
     """Wait for one shard's results and, on rank 0, for its groups."""
     run, rests = collector.session.run, False
@@ -384,7 +389,7 @@ def _wait_in_shard(
         come = dict(reply or {})
         if keys.results.encode() in come:
             return "results"
-        if come and leader is not None and leader.could_name(max_groups):
+        if come and could_name():
             return "groups"
         if not come and not rests:
             return None

@@ -101,7 +101,7 @@ class MicroBatch(Columns):
     @cached_property
     def has(self) -> dict[str, Tensor]:
         """[R] bool on the columns' device, by name of a column or of one of `extras`: the rows that have it."""
-        every = torch.ones(self.num_rows, dtype=torch.bool)
+        every = torch.ones(self.num_rows, dtype=torch.bool, device=self.cu_seqlens.device)
         which = {name: self._has.get(name, every) for name in (*self.columns, *self.extras)}
         return {name: rows.to(self.cu_seqlens.device) for name, rows in which.items()}
 

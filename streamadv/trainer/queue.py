@@ -213,6 +213,7 @@ class TrainerQueue(IterableDataset[Batch]):
         Raises SettingError for what is no URI.
         """
         check_weights(weights)
+        self._loop.check_open()
         with self._loop.lock:
             if self._progress.finished:
                 self._progress.finished = False
@@ -258,6 +259,9 @@ class TrainerQueue(IterableDataset[Batch]):
         try:
             with metrics.wait(STAGE):
                 batch = self._loop.next_batch(timeout, max_groups, take_back)
+            if batch is not None:
+                for callback in self._callbacks:
+                    callback(batch)
         except BaseException as error:
             for undo in take_back:
                 undo()
@@ -265,15 +269,12 @@ class TrainerQueue(IterableDataset[Batch]):
                 self._loop.stop_reading()
                 raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
             raise
-        if batch is not None:
-            for callback in self._callbacks:
-                callback(batch)
         return batch
 
     def on_batch(self, callback: Callable[[Batch], None]) -> None:
         """Show every batch to `callback`, in the thread that asks for it, before `next_batch` returns it.
 
-        What it raises, `next_batch` raises; the batch then counts as delivered.
+        What it raises, `next_batch` raises; the next call gives the same batch.
         """
         self._callbacks.append(callback)
 

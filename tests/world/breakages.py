@@ -216,7 +216,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "return False",
     ),
     "a group in hand is forgotten with its server": Mutant(
-        "streamadv/batch/progress.py", "self._returning if k < self._named_elsewhere else ", ""
+        "streamadv/batch/progress.py", "self._returning if self._uncommitted[group_id] < self._named_elsewhere else ", ""
     ),
     "a late heartbeat takes the end back": Mutant(
         "streamadv/producer/logic.py", "yield from membership.send_heartbeat()\n        manifest",

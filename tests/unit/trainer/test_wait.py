@@ -55,7 +55,7 @@ class Session(Leader):
 def waited(session: Session, block_ms: int = 5000, is_leader: bool = True) -> list[tuple[set[str], int]]:
     asks: Any = session if is_leader else SimpleNamespace(run=session.run)
     collector: Any = SimpleNamespace(session=asks, cursors={0: "0-0"})
-    loop.wait_for_news(collector, block_ms, None, lambda _: None)
+    loop.wait_for_news(collector, block_ms, lambda: session.could_name(None), lambda _: None)
     return session.asked
 
 
