@@ -23,25 +23,29 @@ def is_quiet(world: World, process: Process, since: float, until: float) -> bool
     return all(last < since or first > until for first, last in (*world.outages, *process.disturbances))
 
 
-def _was_heard(world: World, process: Process, since: float, until: float) -> bool:
-    """Whether nothing befell them for HEARD_S on end."""
+def _was_heard(world: World, process: Process, since: float, until: float, seconds: float = HEARD_S) -> bool:
+    """Whether nothing befell them for so many seconds on end."""
     for first, last in sorted((*world.outages, *process.disturbances)):
-        if min(first, until) - since >= HEARD_S:
+        if min(first, until) - since >= seconds:
             return True
         since = max(since, last)
-    return until - since >= HEARD_S
+    return until - since >= seconds
 
 
 def lost_for_good(pipeline: Pipeline, life: Life, asked: float, when: float) -> bool:
     """Whether what a producer was told between these times may be gone: the server has lost it, and the producer had
     left before, or was killed, or has left unheard, before it could say it again.
     """
-    world, was_lost = pipeline.world, False
+    world, scene, was_lost = pipeline.world, pipeline.scene, False
+    # Where groups are held up, lost ones are admitted again once others have ended.
+    waits_s = scene.deadline_s if (scene.max_staleness or -1) >= 0 or scene.is_narrow else 0.0
     for at, since in world.lost:
         # What was lost once was pushed again at some time before the end, and may be lost again.
         if (since - SLACK_S <= when and asked <= at + SLACK_S) or (was_lost and since <= life.end):
             may_be_unheard = life.is_unheard or life.left is None
-            if life.end <= at or (may_be_unheard and not _was_heard(world, life.process, at, life.end)):
+            if life.end <= at or (
+                may_be_unheard and not _was_heard(world, life.process, at, life.end, HEARD_S + waits_s)
+            ):
                 return True
             was_lost = True
     return False
