@@ -186,9 +186,7 @@ class PromptedGroups:
     def _pause(self, left: int) -> Steps[None]:
         """Wait for what was begun to end: it is played again, or the trainer commits it."""
         others = [each for each in self._logic.prompted if each.holds and each is not self]
-        for (
-            other
-        ) in others:  # which are asked for more later, or never: this one plays what they have not begun
+        for other in others:  # they are asked for more later, or never
             yield from other.give_back(asks=True)
         if left and not self._logic.membership.finished and not any(other.holds for other in others):
             yield from self._logic.finish()

@@ -1,7 +1,7 @@
 -- What ends of groups mean for their prompts: trained on, filtered, played again under the next try, or given up. An end
 -- counts unless its prompt has ended, or is at a later try and this one was not trained on, so carrying it here twice
--- changes nothing. A home shard that has
--- lost its last writes may hear of a prompt that it has not begun, or of a later try.
+-- changes nothing. A home shard that has lost its last writes may hear of a prompt that it has not begun, or of a later
+-- try.
 -- KEYS  void, prompt_state, prompt_entries, prompt_again, prompt_given_up, prompt_solved
 -- ARGV  retries; shard, last entry of its ends that the caller had known, and the last one here; 'check' (take them only if
 --       the run had known just as much) or 'repeat'; after how many epochs solved prompts are skipped, 0 = never; then of

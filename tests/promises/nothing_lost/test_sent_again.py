@@ -27,12 +27,9 @@ from tests.support import (
     unscored,
 )
 
+from .test_server_restart import restart
+
 pytestmark = pytest.mark.server
-
-
-def restart(server: EmbeddedServer) -> None:
-    server.kill()
-    server.start()
 
 
 def test_a_touch_is_sent_again_after_what_opens_its_group(forgetful: EmbeddedServer, run: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import streamadv as sa
@@ -22,16 +20,12 @@ from tests.support import (
     working,
 )
 
+from ..nothing_lost.test_trainer_calls import queue_of
 from .test_back import CHAIN, play
 from .test_once import SIZE, prompts, record
 from .test_requeued import kill_logged
 
 PROMPT = "prompt:train::0:7:"
-
-
-def queue_of(connection: Any, run: str = "r", **options: Any) -> TrainerQueue:
-    given = {"batch_groups": 1, "commit": "manual", "max_staleness": None, "prefetch": 0, **options}
-    return TrainerQueue(connection, run, **given)
 
 
 def test_two_tries_in_the_logs_do_not_stop_the_trainer(redis_url: str, run: str) -> None:

@@ -14,13 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from streamadv.errors import NoBatchError
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import MicroBatch
-from streamadv.trainer.queue import TrainerQueue
 from tests.support import compute_all, delivered_batch, group_all, pushed_run
 
-
-def queue_of(connection: Any, run: str = "r", **options: Any) -> TrainerQueue:
-    given = {"batch_groups": 1, "commit": "manual", "max_staleness": None, "prefetch": 0, **options}
-    return TrainerQueue(connection, run, **given)
+from ..nothing_lost.test_trainer_calls import queue_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
