@@ -64,7 +64,7 @@ class RunPrompts:
         sets = {prompts.name: prompts for prompts in self.carry(again=True)}
         for name, saved in progress.prompts.items():
             try:
-                sets[name] = PromptSet.from_text(saved["set"])
+                sets[name] = PromptSet.from_text(str(saved["set"]))
             except (ValueError, KeyError):
                 continue
         for prompts in sets.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -45,7 +44,7 @@ class PromptedGroups:
         self._spec: GroupSpec | None = None  # what all groups share
         self._carry_due = -math.inf
         self._nonce = ""  # of leases that were asked for, while there is no answer
-        self._leases: deque[Lease] = deque()  # not begun yet
+        self._leases: tuple[Lease, ...] = ()  # not begun yet; another thread may give them back
         self._admitting: Lease | None = None  # the one that is being begun
         self.is_left = False  # nobody asks for more
         logic.prompted.append(self)
@@ -106,7 +105,7 @@ class PromptedGroups:
 
     def forget(self) -> None:
         """In a child of the process (fork): they are its parent's."""
-        self._leases, self._nonce = deque(), ""
+        self._leases, self._nonce = (), ""
 
     @property
     def holds(self) -> bool:
@@ -114,8 +113,11 @@ class PromptedGroups:
         return bool(self._leases or self._nonce)
 
     def _forget(self, leases: Sequence[Lease]) -> None:
-        """These are begun, have ended, or are given back: by another thread too, if the producer is closed."""
-        self._leases = deque(lease for lease in self._leases if lease not in leases)
+        """These are begun, have ended, or are given back."""
+        if self._leases[: len(leases)] == tuple(leases):  # mostly the first one
+            self._leases = self._leases[len(leases) :]
+        else:
+            self._leases = tuple(lease for lease in self._leases if lease not in leases)
 
     @property
     def _home(self) -> Any:
@@ -126,8 +128,7 @@ class PromptedGroups:
         membership = self._logic.membership
         while True:
             yield from self._carry()
-            leases = self._leases  # another thread may have them given back, and replaces the queue
-            if leases:
+            if leases := self._leases:
                 self._wait.over()
                 return leases[0]
             self._nonce = doors.random_bytes(NONCE_BYTES).hex()
@@ -138,7 +139,7 @@ class PromptedGroups:
                 yield from describe(self._home, self._prompts.set)
             elif state in (b"leased", b"again"):
                 entry = as_text(reply[1])
-                self._leases.extend(Lease(as_text(item), entry) for item in reply[2:])
+                self._leases += tuple(Lease(as_text(item), entry) for item in reply[2:])
                 if self._prompts.set.skip_solved and state == b"leased":
                     yield from self._skip()
             elif state == b"select":
@@ -166,11 +167,9 @@ class PromptedGroups:
 
     def _skip(self) -> Steps[None]:
         """Leave out what was solved in the last epochs."""
-        leases = list(self._leases)
+        leases = self._leases
         skipped: list[int] = yield skip(self._home, self._prompts.set, leases)
-        self._leases = deque(
-            lease for lease, is_skipped in zip(leases, skipped, strict=True) if not is_skipped
-        )
+        self._forget([lease for lease, is_skipped in zip(leases, skipped, strict=True) if is_skipped])
 
     def _select(self, period: int) -> Steps[None]:
         """Ask the user's function for shares, which the run notes unless another producer was first."""

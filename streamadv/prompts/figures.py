@@ -16,7 +16,6 @@ from .spec import PromptSet
 
 _NUMBER: Final = r"(-?[0-9][0-9.e+-]{0,29})"
 FIGURES: Final = re.compile(rf"([0-9]{{1,9}}),{_NUMBER},{_NUMBER},{_NUMBER},([0-9]{{1,15}})")
-END: Final = re.compile(r"(\S+) (\S+) (\S*)")
 FILTERS: Final = frozenset(("zero_variance", "difficulty"))
 
 
@@ -62,8 +61,8 @@ class End(NamedTuple):
 
 def end_of(text: bytes) -> End:
     """From an entry of a shard's stream `prompt_ends`. Of what no process of the run has written all is empty."""
-    match = END.fullmatch(text.decode(errors="replace"))
-    return End("", "", "") if match is None else End(*match.groups())
+    parts = text.decode(errors="replace").split(" ")
+    return End(*parts) if len(parts) == len(End._fields) and parts[1].isidentifier() else End("", "", "")
 
 
 @dataclass(frozen=True, slots=True)

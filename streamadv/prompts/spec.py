@@ -101,11 +101,12 @@ class PromptSet:
         """Have this text: what the run has of the same set, which another release may have written otherwise."""
         vars(self)["_text"] = text
 
-    @classmethod
-    def from_text(cls, text: bytes | str) -> PromptSet:
+    @staticmethod
+    @lru_cache(64)  # read again with every batch
+    def from_text(text: str) -> PromptSet:
         """Raises ValueError for what no producer of the run has written."""
         try:
-            return cls(**json.loads(text)).checked()
+            return PromptSet(**json.loads(text)).checked()
         except (TypeError, KeyError, AttributeError, SettingError) as error:
             raise ValueError(str(error)) from None
 
@@ -218,14 +219,15 @@ class PromptSet:
         if match is None:
             return None
         name, source, *numbers = match.groups()
-        if name != self.name or source not in self.sources:
+        source_number = self._numbers.get(source)
+        if name != self.name or source_number is None:
             return None
         epoch, index, number = map(int, numbers)
         length = self.sources[source]
         if epoch >= self.epochs or index >= length:
             return None
         position = epoch * length + place_of(length, self.shuffle, epoch, index)
-        return Tried(self._numbers[source], position, number, epoch, source, index)
+        return Tried(source_number, position, number, epoch, source, index)
 
     def overall(self, source: str, index: int) -> int:
         """The number of a prompt among those of all sources, from 0."""

@@ -16,7 +16,7 @@ from .spec import PREFIX, PromptSet
 from .steps import Ends, Lease, ScriptSteps, T, give_back
 
 ENDED: Final = "ended"
-ITEM: Final = re.compile(r"[1-9][0-9]{0,5} [0-9]{1,15}")
+ITEM: Final = re.compile(r"([1-9][0-9]{0,5}) ([0-9]{1,15})")
 ENTRY: Final = re.compile(r"([0-9]{1,15}) ([0-9]{1,15}) (\S+)(?: (.*) ([0-9]{1,15}))?", re.DOTALL)
 #: The nonce of an entry that waits to be played again.
 NOBODY: Final = "-"
@@ -58,7 +58,7 @@ class Stored:
 
     def is_of(self, item: str) -> bool:
         """Whether this names a prompt of the set."""
-        return ITEM.fullmatch(item) is not None and _is_of(item, self.prompts.totals)
+        return _is_of(item, self.prompts.totals)
 
     def group_id(self, item: str) -> str:
         """Of the try that counts."""
@@ -100,11 +100,11 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     pipe.hgetall(home.prompt_state(prompts.name))
     pipe.hgetall(home.prompt_entries(prompts.name))
     state, stored = pipe.execute()
-    texts = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in stored.items()}
     totals = prompts.totals
     entries, ended = {}, []
-    for item, entry in texts.items():
-        if not ITEM.fullmatch(item) or not _is_of(item, totals):
+    for key, value in stored.items():
+        item, entry = key.decode(errors="replace"), value.decode(errors="replace")
+        if not _is_of(item, totals):
             continue
         if entry == ENDED:
             ended.append(item)
@@ -138,8 +138,8 @@ def as_number(value: bytes | None) -> float | None:
 
 
 def _is_of(item: str, totals: list[int]) -> bool:
-    source, position = map(int, item.split())
-    return source <= len(totals) and position < totals[source - 1]
+    match = ITEM.fullmatch(item)
+    return match is not None and int(match[1]) <= len(totals) and int(match[2]) < totals[int(match[1]) - 1]
 
 
 def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:
