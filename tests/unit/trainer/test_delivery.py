@@ -98,7 +98,7 @@ def test_numbers_per_step_land_on_the_tokens_of_the_step(fake: Connection) -> No
         assert len({first[1], first[2], first[5]}) == 3
 
 
-@estimator("weighted", scope="row", needs=["old_log_probs", "weight"], level="token")
+@estimator("test_weighted", scope="row", needs=["old_log_probs", "weight"], level="token")
 def weighted(batch: PackedBatch) -> Estimate:
     return Estimate("token", batch.column("weight") + batch.column("old_log_probs").double())
 
@@ -109,7 +109,7 @@ def test_an_extra_column_supplies_a_step_after_a_late_one(fake: Connection) -> N
         producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
     late = {"old_log_probs": lambda mb: mb.weight * 10}
     queue = TrainerQueue(
-        fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "weighted"}, late=late, commit="each_batch"
+        fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "test_weighted"}, late=late, commit="each_batch"
     )
     batch = delivered_batch(queue, join(fake, "r"))
     (mb,) = batch
