@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections import Counter
@@ -22,20 +21,19 @@ from ..archive import follow
 from ..errors import StreamadvError
 from ..grouping.scorer import Scorer
 from ..producer import Producer
-from ..producer.logic import LEAVE_S
-from ..producer.replies import LOST_GROUPS_FIRST
 from ..prompts import Prompts, TriesSeen
 from ..run.dead_letters import list_dead, purge
 from ..run.manifest import KEPT_KINDS, RunSettings
 from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, together
+from .answers import Answers
 from .archiver import Record, archiver, read_records
 from .constants import PARTS, POLLS, Change, changed
-from .excuses import is_quiet, lost_for_good, nobody_knew, was_untouched
+from .excuses import lost_for_good
 from .inspection import SHARD, problems
 from .job import Job, files_of
 from .lookout import LOOK_S, Lookout
-from .players import Asyncio, Blocking
+from .producing import Producing
 from .roles import advantage_worker, grouper, opened
 from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Scene, Violation, draw_scene
 from .strands import Process
@@ -54,8 +52,6 @@ PURGE_S: Final = 25.0
 END_S: Final = 150.0
 #: Seconds in which what is left to do after the end of a run is done.
 QUIET_S: Final = 8.0
-#: Seconds that a group may wait for admission when nothing fails.
-ADMISSION_S: Final = 75.0
 #: When the server's clock is set back in a scene that is `behind`, and by how many seconds.
 BEHIND_AT_S: Final = 2.0
 BEHIND_S: Final = 7200.0
@@ -100,6 +96,7 @@ class Pipeline:
             keep_bytes=ARCHIVE_BYTES if self.scene.archive else 1 << 28,
         )
         self.prompts = prompts_of(self.scene)
+        self.answers = Answers(self)
         self.groups: dict[str, Group] = {}
         self.acknowledged: dict[Place, list[Acknowledged]] = {}
         self.lives: list[Life] = []
@@ -135,9 +132,9 @@ class Pipeline:
         """When the trainer saved its last checkpoint, after which it names nothing more."""
         self.job_ends: list[float] = []
         self.jobs = 0
+        self.all_back = 0.0
+        """When the last of those who were killed starts again."""
         self._jobs: list[Job] = []
-        self._all_back = 0.0  # when the last of those who were killed starts again
-        self._finished_ops: set[tuple[int, int]] = set()
 
     # The whole
 
@@ -157,7 +154,7 @@ class Pipeline:
             if self.scene.archive:
                 self._supervise("archiver", self._archiver)
             for number, plan in enumerate(self.scene.producers):
-                self._supervise(f"p{number}", lambda n=number, p=plan: self._producer(n, p))  # type: ignore[misc]
+                self._supervise(f"p{number}", Producing(self, number, plan).run)
             world.at(self.scene.trainer_late_s, self._start_job)
             if self.scene.successor_s:
                 world.at(self.scene.successor_s, self._start_successor)
@@ -194,7 +191,7 @@ class Pipeline:
             alive = [process.disturbed_until for process in world.processes if not process.dead]
             purged = PURGE_S if self.scene.needs else 0.0
             # Nothing is under way any more.
-            until = max(world.time, self._all_back, purged, *alive) + QUIET_S
+            until = max(world.time, self.all_back, purged, *alive) + QUIET_S
             if any(process.dead and process.name.startswith("worker") for process in world.processes):
                 until += worker.LEASE_S  # then others take over what it had in hand
             if self.scene.archive:  # it finishes the last file
@@ -258,7 +255,7 @@ class Pipeline:
             if not self.world.is_over:
                 delay = self.world.plan.choose(label, lambda source: source.choice((0.1, 1.0, 6.0, 20.0)))
                 back = self.world.time + (delay or 1.0)
-                self._all_back = max(self._all_back, back)
+                self.all_back = max(self.all_back, back)
                 self.world.at(back, lambda: self._supervise(name, main, life + 1))
 
         process.at_death.append(again)
@@ -307,97 +304,6 @@ class Pipeline:
     def last_of(self, name: str) -> Life:
         return [life for life in self.lives if life.name == name][-1]
 
-    # Producers
-
-    def _producer(self, number: int, plan: dict[str, Any]) -> None:
-        if number in self.done:
-            return
-        name = f"engine-{number}" if plan["kind"] == "named" else None
-        producer = Producer(URL, RUN, name=name, settings=self.settings)
-        life = Life(producer._logic.membership.name, self.world.process, self.world.time)
-        if plan["kind"] == "asyncio":
-            self.world.run_async(lambda: self._play_async(number, plan, producer, life))
-            return
-        with producer:
-            self._opened(life)
-            first, *others = plan["hands"]
-            hands = [
-                doors.Thread(target=self._hand, args=(number, due, plan, producer, life), name="hand")
-                for due in others
-            ]
-            for hand in hands:
-                hand.start()
-            self._hand(number, first, plan, producer, life)
-            for hand in hands:
-                hand.join()
-            if self.scene.prompts:
-                Blocking(self, producer, life, f"p{number}", 0.0).do_prompts(plan["leaves"])
-            if plan["ends"] == "finish":
-                life.finishes = True
-                producer.finish()
-                life.finished = self.world.time
-                self.world.moment()
-            self.world.sleep(plan["lingers"])
-            life.closed = self.world.time
-            self.world.moment()
-        self._left(number, life, producer)
-
-    def _hand(
-        self, number: int, due: Sequence[Any], plan: dict[str, Any], producer: Producer, life: Life
-    ) -> None:
-        """One of the threads of a producer."""
-        for place, kind, pause in due:
-            if (number, place) not in self._finished_ops:
-                self.world.sleep(pause)
-                Blocking(self, producer, life, f"p{number}o{place}", plan["plays"]).carry_out(kind)
-                self._finished_ops.add((number, place))
-
-    async def _async_hand(
-        self, number: int, due: Sequence[Any], plan: dict[str, Any], producer: Any, life: Life
-    ) -> None:
-        for place, kind, pause in due:
-            if (number, place) not in self._finished_ops:
-                await asyncio.sleep(pause)
-                await Asyncio(self, producer, life, f"p{number}o{place}", plan["plays"]).carry_out(kind)
-                self._finished_ops.add((number, place))
-
-    async def _play_async(self, number: int, plan: dict[str, Any], producer: Any, life: Life) -> None:
-        if plan["ends"] == "serve":
-            producer._logic.membership.serve(str)
-        async with producer as opened:
-            self._opened(life)
-            await asyncio.gather(
-                *(self._async_hand(number, due, plan, opened, life) for due in plan["hands"])
-            )
-            if self.scene.prompts:
-                await Asyncio(self, opened, life, f"p{number}", 0.0).do_prompts(plan["leaves"])
-            if plan["ends"] in ("finish", "serve"):
-                life.finishes = True
-                await opened.finish()
-                life.finished = self.world.time if plan["ends"] == "finish" else None
-                self.world.moment()
-            await asyncio.sleep(plan["lingers"])
-            life.closed = self.world.time
-            self.world.moment()
-        self._left(number, life, producer)
-
-    def _opened(self, life: Life) -> None:
-        life.opened = self.world.time
-        self.lives.append(life)
-
-    def _left(self, number: int, life: Life, producer: Producer) -> None:
-        world = self.world
-        life.left = world.time
-        unheard = producer._logic._unheard
-        life.is_unheard = unheard is not None
-        tried = life.left - (life.closed or life.left)
-        was_quiet = unheard is not LOST_GROUPS_FIRST and is_quiet(
-            world, life.process, life.left - LEAVE_S, life.left
-        )
-        if life.is_unheard and (tried < LEAVE_S - 1.0 or was_quiet):
-            self.violate(f"P2: producer {life.name} has left unheard after {tried:.1f} s")
-        self.done.add(number)
-
     def plan_group(
         self,
         group_id: str,
@@ -413,78 +319,6 @@ class Pipeline:
             begun = self.world.time if begun is None else begun
             group = self.groups[group_id] = Group(group_id, size, begun, deadline, **fields)
         return group
-
-    def note(self, life: Life, asked: float, group: Group, index: int, code: str) -> None:
-        """The server has answered a push of a usable trajectory, whose operation began when it `asked`."""
-        if life.process.dead:
-            return
-        now = self.world.time
-        if (
-            code == "late"
-            and group.whole
-            and group.role == "train"
-            and now < group.begun + group.deadline_s - 0.5
-            and not was_untouched(self, group)
-        ):
-            after = f"{now - group.begun:.1f} s after its beginning"
-            self.violate(f"P4: group {group.id} has ended {after}, its deadline is {group.deadline_s:g} s")
-        if code in ("pushed", "duplicate"):
-            self.acknowledged.setdefault((group.id, index), []).append(Acknowledged(life, asked, now, code))
-            self.world.moment()
-
-    def touched(self, life: Life, asked: float, group: Group) -> None:
-        """The server has put the deadline of a group off."""
-        if not life.process.dead:
-            group.deadline_s = max(group.deadline_s, asked - group.begun + self.scene.deadline_s)
-            group.touches.append(Acknowledged(life, asked, self.world.time, "touched"))
-
-    def look_at_played(self, group: Group) -> None:
-        """Somebody has played a rollout: its group is open, or has ended."""
-        store = self.world.server.store.data
-        name = group.id.encode()
-        has_ended = any(name in store.get(SHARD + kind, {}) for kind in (b"ended", b"ended_before"))
-        fields = store.get(SHARD + b"group:" + name, {})
-        is_there = fields and not (fields.get(b"holders") == b"" and not fields[b"slots"].strip(b"."))
-        if not (has_ended or is_there or self.world.lost or self.world.process.dead):
-            self.violate(f"P4: group {group.id} is withdrawn, and somebody plays it")
-
-    def note_scored(self, life: Life, asked: float, group: Group, codes: Sequence[str]) -> None:
-        """The server has answered that it has the rewards of all members of a group: now it has to be trained on."""
-        if life.process.dead or not {"scored", "duplicate"}.issuperset(codes):
-            return
-        group.whole = True
-        group.scores.append(Acknowledged(life, asked, self.world.time, "scored"))
-
-    def waited(self, life: Life, since: float) -> None:
-        """A group was admitted, or a push of a new one."""
-        calm = self.scene.calm_s
-        # Who makes room may have been kept from it: a grouper, the ranks of a job.
-        kept_away = [process.disturbed_until for process in self.world.processes if not process.dead]
-        since = max(
-            since,
-            self.world.disturbed_until,
-            *kept_away,
-            self._all_back,
-            calm if self.world.time > calm else 0.0,
-        )
-        seconds = self.world.time - since
-        # Groups of a producer that nobody knows of, and those that nobody plays or scores, count until their deadline.
-        are_open = any(each.leaves_open for each in self.lives) or not all(
-            each.whole for each in self.groups.values()
-        )
-        if nobody_knew(self) or are_open:
-            seconds -= self.scene.deadline_s
-        if (
-            self.scene.is_narrow
-        ):  # free slots of groups that a lost producer has begun hold room until their deadline
-            seconds -= max(self.scene.deadline_s, SLOW_S)
-        if seconds > ADMISSION_S and not life.process.dead:
-            self.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")
-
-    def played(self, kind: str, since: float) -> None:
-        """An operation is over; one with groups begun ahead may have begun each of them at any time since."""
-        is_ahead = kind in ("groups", "cancel")
-        self.played_late |= is_ahead and self.world.time > since + self.scene.deadline_s
 
     # Trainers
 

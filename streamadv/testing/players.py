@@ -79,7 +79,7 @@ class _Play:
 
     def noted(self, group: Group, codes: Sequence[str], first: int = 0) -> None:
         for index, code in enumerate(codes, first):
-            self.pipeline.note(self.life, self.asked, group, index, code)
+            self.pipeline.answers.note(self.life, self.asked, group, index, code)
 
 
 class Blocking(_Play):
@@ -91,8 +91,8 @@ class Blocking(_Play):
             GroupEndedError, RunEndedError
         ):  # done by an earlier life, or the run has ended meanwhile
             getattr(self, f"do_{kind}")()
-        self.pipeline.waited(self.life, self.asked + self.played_s)
-        self.pipeline.played(kind, self.asked)
+        self.pipeline.answers.waited(self.life, self.asked + self.played_s)
+        self.pipeline.answers.played(kind, self.asked)
 
     def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
         """One rollout is played and pushed."""
@@ -100,7 +100,7 @@ class Blocking(_Play):
         seconds = self.plays if seconds is None else seconds
         self.world.sleep(seconds)
         self.played_s += seconds
-        self.pipeline.look_at_played(group)
+        self.pipeline.answers.look_at_played(group)
         code = rollout.push(**self.columns(rollout.rollout_index))
         if rollout.rollout_index < group.size:
             self.noted(group, [code], rollout.rollout_index)
@@ -113,7 +113,7 @@ class Blocking(_Play):
                 self.world.sleep(0.5)
                 continue
             for index, code in zip(indices, result.codes, strict=True):
-                self.pipeline.note(self.life, self.asked, group, index, code)
+                self.pipeline.answers.note(self.life, self.asked, group, index, code)
             return
 
     def do_push(self) -> None:
@@ -178,7 +178,7 @@ class Blocking(_Play):
             self.world.sleep(0.7 * min(own_s, LONGEST_S))
             asked = self.world.time
             if begun.touch(own_s):
-                self.pipeline.touched(self.life, asked, group)
+                self.pipeline.answers.touched(self.life, asked, group)
             for rollout in begun:
                 self._played(group, rollout, 0.35 * min(own_s, LONGEST_S))
 
@@ -192,7 +192,7 @@ class Blocking(_Play):
             self.world.sleep(self.plays)
             codes = [self.producer.score(group.id, index, float(index)) for index in range(2)]
             self.producer.score(group.id, 0, SECOND_SCORE)
-            self.pipeline.note_scored(self.life, self.asked, group, codes)
+            self.pipeline.answers.note_scored(self.life, self.asked, group, codes)
 
     def do_unscored(self) -> None:
         """One of the members gets no reward, where no scorer brings them."""
@@ -244,8 +244,8 @@ class Asyncio(_Play):
         self.asked = self.world.time
         with suppress(GroupEndedError, RunEndedError):
             await getattr(self, f"do_{kind}")()
-        self.pipeline.waited(self.life, self.asked + self.played_s)
-        self.pipeline.played(kind, self.asked)
+        self.pipeline.answers.waited(self.life, self.asked + self.played_s)
+        self.pipeline.answers.played(kind, self.asked)
 
     async def do_push(self) -> None:
         group = self.pipeline.plan_group(self.prefix)
@@ -295,7 +295,7 @@ class Asyncio(_Play):
         seconds = self.plays if seconds is None else seconds
         await asyncio.sleep(seconds)
         self.played_s += seconds
-        self.pipeline.look_at_played(group)
+        self.pipeline.answers.look_at_played(group)
         code = await rollout.push(**self.columns(rollout.rollout_index))
         if rollout.rollout_index < group.size:
             self.noted(group, [code], rollout.rollout_index)

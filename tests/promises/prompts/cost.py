@@ -3,8 +3,8 @@
 python -m tests.promises.prompts.cost [--rounds 25] [--prompts 1000000] [--skip-solved 0]
 
 Producer, grouper, worker and trainer are in one process, so its processor time is theirs. Both kinds of group take
-turns, each as often first as the other. Of each part the medians of all rounds stand, and the median of what a round of
-prompts takes more than its neighbour. `commit` has what carries the ends of the prompts; `save` comes once a checkpoint.
+turns, each as often first as the other. Of each part the medians of all rounds stand, and that of what prompts take
+more than the groups beside them. `commit` has what carries the ends of the prompts; `save` comes once a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Clock:
             tuple((after - before) / GROUPS * 1e6 for before, after in zip(self._now, now, strict=True))  # type: ignore[arg-type]
         )
         self._now = self._read()
-
 
 
 def main() -> None:
