@@ -1,0 +1,72 @@
+"""Several sets of prompts in one run."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import streamadv as sa
+from streamadv.errors import NoBatchError
+from streamadv.trainer.queue import TrainerQueue
+from tests.support import join, working
+
+from .test_once import SIZE, record, trainer
+
+
+def play(group: Any) -> None:
+    for rollout in group:
+        rollout.push(**record(rollout))
+
+
+@pytest.mark.xfail(strict=True, reason="rank 0 looks only at prompts that were begun")
+def test_a_set_that_is_played_later_is_played_to_its_end(redis_url: str, run: str) -> None:
+    """One loop waits for the end of its prompts, while another one of the same producer has some left."""
+    trained: list[str] = []
+    has_ended = threading.Event()
+
+    def train(stop: threading.Event) -> None:
+        trainer(redis_url, run, trained)(stop)
+        has_ended.set()
+
+    with sa.Producer(redis_url, run) as producer, working(join(redis_url, run), train):
+        few = producer.prompts(sa.Prompts(["one", "two"], name="few"), SIZE)
+        more = producer.prompts(sa.Prompts(range(6), name="more"), SIZE)
+        play(next(more)[1])
+        for _, group in few:
+            play(group)
+        assert not has_ended.wait(3)
+        for _, group in more:
+            play(group)
+    assert len([group for group in trained if group.startswith("prompt:few:")]) == 2
+    assert len([group for group in trained if group.startswith("prompt:more:")]) == 6
+
+
+@pytest.mark.xfail(strict=True, reason="rank 0 waits for prompts that nobody iterates over")
+def test_a_set_that_was_left_does_not_hold_up_another_one(redis_url: str, run: str) -> None:
+    """Some prompts of one set were begun; the producers go on with another one, under another name."""
+    trained: list[str] = []
+    has_ended = []
+
+    def train(_: threading.Event) -> None:
+        with TrainerQueue(
+            redis_url, run, batch_groups=4, max_staleness=1, chain={"estimator": "reinforce"}
+        ) as queue:
+            with suppress(NoBatchError):
+                while (batch := queue.next_batch(timeout=10)) is not None:
+                    trained.extend({each.group_id for each in batch.references})
+                    queue.trained(batch)
+                has_ended.append(True)
+            queue.commit(queue.state_dict())  # once, after the loop
+            queue.finish()
+
+    with sa.Producer(redis_url, run) as producer, working(join(redis_url, run), train):
+        left = producer.prompts(sa.Prompts(range(400), name="wrong"), SIZE)
+        play(next(left)[1])
+        left.close()  # type: ignore[attr-defined]
+        for _, group in producer.prompts(sa.Prompts(range(6), name="right"), SIZE):
+            play(group)
+    assert has_ended
+    assert len(trained) == 7
