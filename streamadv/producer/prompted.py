@@ -74,6 +74,7 @@ class PromptedGroups:
             )
             try:
                 self._admitting = leased
+                prompt = self._prompts.item(source, index)  # it may raise: before the group is begun
                 [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, BeginCall())
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
@@ -85,7 +86,7 @@ class PromptedGroups:
             finally:
                 self._admitting = None
             self._forget([leased])
-            return self._prompts.item(source, index), ticket
+            return prompt, ticket
 
     def close(self) -> Steps[None]:
         """Nobody asks for more."""

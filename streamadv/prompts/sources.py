@@ -66,6 +66,9 @@ class Stream:
             raise StreamadvError(
                 f"prompts: {self!r} has ended after {self._next} of {self._length}: give it this length"
             ) from None
+        except BaseException:  # an iteration that has raised has ended: the next prompt begins another one
+            self._next = self._length
+            raise
         self._kept[self._next] = item
         self._next += 1
         if len(self._kept) > KEPT:
