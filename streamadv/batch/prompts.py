@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..messages import log_fields
 from ..prompts.figures import End
 from ..prompts.spec import PromptSet, identity
-from ..prompts.steps import Ends, end, give_back
+from ..prompts.steps import PAGE, Ends, end, give_back
 from ..prompts.stored import GONE, NOBODY, Stored, carry_out, read, read_sets
 from ..run import Run
 from ..store.calls import run_script
@@ -123,15 +123,16 @@ class RunPrompts:
         if not items:
             return
         carry_out(self._run, self._ends.carry(self._run.keys, stored.prompts))
-        ends = [End(stored.group_id(item), outcome, "") for item in items]
         fields = log_fields("prompts_lost", run=self._run.name, role="trainer", count=len(items))
         text = (
             "run %s: a server has lost how groups of %d prompts have ended, %s among them: they count as %s"
         )
         logger.warning(text, self._run.name, len(items), stored.group_id(items[0]), outcome, extra=fields)
-        # Under a shard of its own: no cursor of a real one moves.
-        call = end(self._run.keys.home, stored.prompts, ends, (-1, "", ""), True)
-        run_script(self._run.connection.scripts, call)
+        ends = [End(stored.group_id(item), outcome, "") for item in items]
+        for start in range(0, len(ends), PAGE):
+            # Under a shard of its own: no cursor of a real one moves.
+            call = end(self._run.keys.home, stored.prompts, ends[start : start + PAGE], (-1, "", ""), True)
+            run_script(self._run.connection.scripts, call)
 
 
 def _saved(stored: Stored) -> dict[str, Any]:
