@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..prompts.figures import End, TriesSeen, by_prompt, end_of
+from ..prompts.spec import PREFIX
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
 from ..store.replies import as_text
@@ -67,11 +68,13 @@ class PromptLine:
 def read_progress(run: Run, now_ms: int) -> list[SourceProgress]:
     """Of all sets of a run, by name and source. now_ms: of the server."""
     sets = read_sets(run)
-    pace = _read_pace(run, now_ms) if sets else 0.0
+    pace = _read_pace(run, now_ms) if sets else {}
     return [
         line
         for prompts in sets
-        for line in progress_of(read(run, prompts), pace, _read_given_up(run, prompts.name))
+        for line in progress_of(
+            read(run, prompts), pace.get(prompts.name, 0.0), _read_given_up(run, prompts.name)
+        )
     ]
 
 
@@ -111,15 +114,16 @@ def _read_given_up(run: Run, name: str) -> list[str]:
     return list(map(as_text, found))
 
 
-def _read_pace(run: Run, now_ms: int) -> float:
-    """Groups of prompts that end in a second; 0 if too few have ended."""
-    pace, count = 0.0, 0
+def _read_pace(run: Run, now_ms: int) -> dict[str, float]:
+    """Of each set its groups that end in a second; a set with too few of the last ends is left out."""
+    pace, count = dict[str, float](), Counter[str]()
     for keys in run.keys.shards:
         ends: Any = run.connection.scripts.xrevrange(keys.prompt_ends, count=RECENT)
-        if ends:
-            count += len(ends)
-            pace += len(ends) * 1000 / max(1, now_ms - int(ends[-1][0].partition(b"-")[0]))
-    return pace if count >= LEAST else 0.0
+        for _, fields in ends:
+            name = end_of(fields.get(b"end", b"")).group_id.removeprefix(PREFIX).partition(":")[0]
+            count[name] += 1
+            pace[name] = pace.get(name, 0.0) + 1000 / max(1, now_ms - int(ends[-1][0].partition(b"-")[0]))
+    return {name: pace[name] for name in count if count[name] >= LEAST}
 
 
 def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ()) -> list[SourceProgress]:
