@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final
 
+from ..errors import SettingError
 from ..messages import log_fields
 from ..prompts.figures import End
 from ..prompts.spec import PromptSet, identity
@@ -60,13 +61,21 @@ class RunPrompts:
         progress.groups_saved = progress.groups
 
     def restore(self, progress: Progress) -> None:
-        """After the run was taken: set prompts back to an older checkpoint, or to the last one if the run lost them."""
+        """After the run was taken: set prompts back to an older checkpoint, or to the last one if the run lost them.
+
+        Raises SettingError if the run has other prompts under the name of some in the checkpoint.
+        """
         sets = {prompts.name: prompts for prompts in self.carry(again=True)}
         for name, saved in progress.prompts.items():
             try:
-                sets[name] = PromptSet.from_text(str(saved["set"]))
+                known = PromptSet.from_text(str(saved["set"]))
             except (ValueError, KeyError):
                 continue
+            if difference := known.difference(sets.setdefault(name, known)):
+                raise SettingError(
+                    f"prompts {name} of the checkpoint are not those of the run: {difference}: give what producers "
+                    "play now another name=, or start the trainer without the checkpoint"
+                )
         for prompts in sets.values():
             saved = progress.prompts.get(prompts.name, {})
             if self._set_back(prompts, saved, progress):
