@@ -60,7 +60,7 @@ class PromptLine:
     source: str
     epoch: int
     index: int
-    tries: int
+    tries: int  # that count towards `retries`, with the one in play
     state: str  # 'in play', 'again', or how its last try ended
     group_id: str
 
@@ -182,16 +182,17 @@ def read_lines(run: Run, stored: Stored) -> list[PromptLine]:
         source, position, tried, *outcome = member.split(" ")
         item = f"{source} {position}"
         if stored.is_of(item) and tried.isdigit():
-            lines.append(_line(stored, item, int(tried), " ".join(outcome)))
+            lines.append(_line(stored, item, int(tried), stored.prompts.retries, " ".join(outcome)))
     for item, entry in sorted(stored.entries.items()):
-        tried, _, nonce = entry.split(" ")[:3]
-        lines.append(_line(stored, item, int(tried), "again" if nonce == NOBODY else "in play"))
+        tried, failures, nonce = entry.split(" ")[:3]
+        state = "again" if nonce == NOBODY else "in play"
+        lines.append(_line(stored, item, int(tried), int(failures), state))
     return lines
 
 
-def _line(stored: Stored, item: str, tried: int, state: str) -> PromptLine:
+def _line(stored: Stored, item: str, tried: int, failures: int, state: str) -> PromptLine:
     place = stored.prompts.locate(*map(int, item.split()))
-    return PromptLine(*place, tried + 1, state, stored.prompts.group_id(item, tried))
+    return PromptLine(*place, failures + 1, state, stored.prompts.group_id(item, tried))
 
 
 def _by_reason(counts: Counter[str], kind: str) -> dict[str, int]:
