@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol
 
 from ..errors import SettingError, StreamadvError
+from ..forks import renewed_at_fork
 from ..messages import brief
 
 #: Prompts of a stream that are at hand still: what is played again mostly comes soon.
@@ -37,7 +39,8 @@ class Stream:
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
             raise SettingError(f"Stream: length is {brief(length)}, needs a whole number of at least 1")
         self._source, self._length = source, length
-        self._lock = threading.Lock()
+        self._lock = renewed_at_fork(threading.Lock())
+        self._process = os.getpid()
         self._iterator: Iterator[Any] = iter(())
         self._next = length  # number of the next one; the iteration has not begun
         self._kept: OrderedDict[int, Any] = OrderedDict()
@@ -52,7 +55,10 @@ class Stream:
         with self._lock:
             if index in self._kept:
                 return self._kept[index]
-            if index < self._next:
+            if (
+                index < self._next or self._process != os.getpid()
+            ):  # a fork shares files, and where they are read
+                self._process = os.getpid()
                 self._iterator, self._next = iter(self._source), 0
             while True:
                 item = self._read()
