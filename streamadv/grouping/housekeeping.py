@@ -96,7 +96,7 @@ def apply_scores(run: Run, shard: Shard) -> None:
         traces = traces_of_open(shard, list(dict.fromkeys(ids)))
         group_hashes = map(shard.keys.group, ids)
         ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
-        record_ended(run, traces, since, _decoded(count_ended(ended)))
+        record_ended(run, traces, since, count_ended(ended))
 
 
 def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
@@ -116,7 +116,7 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     while ids:
         args = [*run.manifest.policy_args, *ids]
         looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
-        outcomes = _decoded(count_ended(flat))
+        outcomes = count_ended(flat)
         record_ended(run, traces, since, outcomes)
         ended += outcomes
         ids = ids[looked_at:]
@@ -163,22 +163,13 @@ def count_ended(ended: Sequence[Any], whole: Sequence[Sequence[float]] = ()) -> 
     ended: of each group which one it is, its outcome, data source and rewards, which blanks separate; instead of them
     None for the group whose number, counted from 1, `whole` has them under.
     """
-    groups = [
-        metrics.EndedGroup(
-            outcome.decode(),
-            as_text(source) or None,
-            whole[which - 1] if rewards is None else list(map(float, rewards.split())),
-        )
-        for which, outcome, source, rewards in zip(
-            ended[::4], ended[1::4], ended[2::4], ended[3::4], strict=True
-        )
-    ]
+    names, groups = list[Any](), list[metrics.EndedGroup]()
+    for which, outcome, source, rewards in zip(*(ended[field::4] for field in range(4)), strict=True):
+        names.append(which.decode() if isinstance(which, bytes) else which)
+        figures = whole[which - 1] if rewards is None else list(map(float, rewards.split()))
+        groups.append(metrics.EndedGroup(outcome.decode(), as_text(source) or None, figures))
     metrics.groups_ended(groups)
-    return [(which, group.outcome) for which, group in zip(ended[::4], groups, strict=True)]
-
-
-def _decoded(ended: Sequence[tuple[bytes, str]]) -> list[tuple[str, str]]:
-    return [(group_id.decode(), outcome) for group_id, outcome in ended]
+    return [(name, group.outcome) for name, group in zip(names, groups, strict=True)]
 
 
 def _checked_items(

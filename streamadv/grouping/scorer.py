@@ -36,14 +36,13 @@ from ..trajectory.reference import references_of
 from .away import Away, GivenUp, Tries
 from .scores import AWAY, Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
 from .scoring_streams import (
-    HandOff,
+    PAGE,
     UnscoredTrajectory,
     WaitingMember,
     WaitingPacket,
     are_open,
     packets_of,
     pass_on,
-    unchanged,
 )
 from .whole_groups import WholeGroups
 
@@ -59,20 +58,15 @@ FIRST_DELAY_S: Final = 1.0
 
 
 class Call(NamedTuple):
-    """A call of the function."""
+    """A call of the function; one that is made again is a suspect."""
 
     items: Sequence[WaitingMember]
     tries: int = 0
     """At a trajectory, or a whole group, alone, with this one; 0 = of a micro-batch."""
     waits: int = 0
     """How often the judge was away before."""
-
-
-class Suspect(NamedTuple):
-    """A call that is made when it is `due` by `clock.now`."""
-
-    due: float
-    call: Call
+    due: float = 0.0
+    """When it is made, by `clock.now`."""
 
 
 class Scorer:
@@ -128,7 +122,7 @@ class Scorer:
         self._read_count = batch_size  # packets of one read
         self._timeout_s = timeout_s
         self._max_tries = tries
-        self._tries = Tries(name)
+        self._tries = Tries(self._run, name)
         self._given_up = GivenUp(run, name)
         self._away = Away(self._run, name)
         self._whole = WholeGroups(self._run, name) if whole_groups else None
@@ -142,14 +136,14 @@ class Scorer:
         consumer = Consumer(
             self._run, self._name, lambda keys: keys.scoring(self._name), lease_s=self._lease_s, stop=stop
         )
-        suspects: list[Suspect] = []
+        suspects: list[Call] = []
         outage = Outage(self._name, self._run.name, sleep=stop.wait)
         with consumer.leases_kept(), suppress(Stopped):
             while not stop.is_set():
                 self._given_up.log()
                 try:
                     suspects = self._turn(consumer, score, suspects)
-                    if any(suspect.call.waits for suspect in suspects):
+                    if any(call.waits for call in suspects):
                         self._away.keep_groups_open()
                     else:
                         self._away.over()
@@ -164,17 +158,17 @@ class Scorer:
         self._given_up.log(now=True)
         consumer.give_back()
 
-    def _turn(self, consumer: Consumer, score: ScoreFunction, suspects: Sequence[Suspect]) -> list[Suspect]:
+    def _turn(self, consumer: Consumer, score: ScoreFunction, suspects: Sequence[Call]) -> list[Call]:
         """Try the suspects that are due, and score new packets. Returns the suspects there are afterwards."""
-        now, in_order = clock.now(), sorted(suspects, key=lambda suspect: suspect.due)
-        count = min(self._batch_size, sum(suspect.due <= now for suspect in suspects))
+        now, in_order = clock.now(), sorted(suspects, key=lambda call: call.due)
+        count = min(self._batch_size, sum(call.due <= now for call in suspects))
         due, later = in_order[:count], in_order[count:]
         entries: list[Entry] = []
         if len(later) < self._batch_size:
             entries = consumer.read(self._read_count, wait=not due)
         elif not due:  # a function that fails on everything is given it slowly
             consumer.stop.wait(later[0].due - now)
-        due = [suspect for suspect in due if self._is_open(consumer, suspect.call)]
+        due = [call for call in due if self._is_open(consumer, call)]
         return later + self.work(consumer, entries, score, due)
 
     def work(
@@ -182,21 +176,20 @@ class Scorer:
         consumer: Consumer,
         entries: Sequence[Entry],
         score: ScoreFunction,
-        suspects: Sequence[Suspect] = (),
-    ) -> list[Suspect]:
-        """Score packets of one shard, make the call of each of `suspects`, and hand packets off.
+        suspects: Sequence[Call] = (),
+    ) -> list[Call]:
+        """Score packets of one shard, make the calls `suspects`, and hand packets off.
 
         A coroutine function is called for the suspects and a micro-batch side by side. Returns the calls that are to be
         made again.
         """
         calls, alone = self._calls(self._unscored(consumer, entries))
-        again = [suspect.call for suspect in suspects]
-        side_by_side = [[*calls[:1], *again], *([call] for call in calls[1:])]
+        side_by_side = [[*calls[:1], *suspects], *([call] for call in calls[1:])]
         if self._whole is not None:
-            side_by_side = [[*calls, *again]]
+            side_by_side = [[*calls, *suspects]]
         if not is_coroutine(score):
-            side_by_side = [[call] for call in calls + again]
-        left: list[Suspect] = []
+            side_by_side = [[call] for call in (*calls, *suspects)]
+        left: list[Call] = []
         for together in side_by_side:
             if together and not consumer.stop.is_set():
                 left += self._make(consumer, together, score)
@@ -217,32 +210,28 @@ class Scorer:
 
     def _work_alone(
         self, consumer: Consumer, units: Sequence[Sequence[WaitingMember]], score: ScoreFunction
-    ) -> list[Suspect]:
+    ) -> list[Call]:
         """Score what another process may have ended with: one trajectory or group after the other, each try counted."""
-        left = list[Suspect]()
-        for unit in self._tries.fewest_first(self._run, units):
+        left = list[Call]()
+        for unit in self._tries.fewest_first(units):
             if consumer.stop.is_set():
                 break
-            shard = self._run.shard(unit[0].packet.entry.shard)
-            tries = self._tries.count(shard, unit[0])
+            tries = self._tries.count(unit[0])
             if tries > self._max_tries:
                 for item in unit:
                     self._give_up(item, ScoreError("crash", "the process ended each time"))
-                self._pass_on(consumer, dict.fromkeys(item.packet for item in unit))
+                self._pass_on_scored(consumer, unit)
                 continue
             try:
                 left += self._make(consumer, [Call(unit, tries)], score)
             except Stopped:
-                self._tries.forget(shard, unit[0])
+                self._tries.forget(unit[0])
                 raise
         return left
 
     def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingMember]:
         """The trajectories to be scored. All other packets are handed off, removed as malformed, or held back."""
-        waiting = self._waiting(consumer, entries) if entries else []
-        if self._whole is not None:
-            self._whole.hold(waiting)
-            waiting = self._whole_groups(consumer, self._whole)
+        waiting = self._waiting(consumer, entries)
         stored = [packet.stored for packet in waiting]
         fetched = list(fetch_columns(self._run, stored, self._columns, header=True)) if stored else []
         items = [
@@ -254,25 +243,21 @@ class Scorer:
         return items
 
     def _waiting(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingPacket]:
-        """The packets of open groups. The others are handed off, or removed as malformed."""
-        shard = self._run.shard(entries[0].shard)
-        packets = packets_of(self._run, shard, self._name, entries)
+        """The packets to be scored now: of open groups, or of whole ones."""
+        packets = packets_of(self._run, self._name, entries)
         genuine = {packet.entry.id for packet in packets}
         consumer.done([entry for entry in entries if entry.id not in genuine])
-        states = are_open(shard, [packet.group_id for packet in packets])
-        waiting = [packet for packet, is_open in zip(packets, states, strict=True) if is_open]
-        # A score no longer counts: the group has ended.
-        ended = [packet for packet, is_open in zip(packets, states, strict=True) if not is_open]
-        self._hand_off(consumer, [(packet, unchanged(packet.entry)) for packet in ended])
+        if self._whole is None:
+            states = are_open(self._run, [packet.entry for packet in packets])
+            waiting = [packet for packet, is_open in zip(packets, states, strict=True) if is_open]
+            ended = [packet for packet, is_open in zip(packets, states, strict=True) if not is_open]
+        else:
+            self._whole.hold(packets)
+            waiting, ended, gone = self._whole.take(self._batch_size)
+            consumer.done(gone)
+        for start in range(0, len(ended), PAGE):  # a score no longer counts
+            self._pass_on(consumer, ended[start : start + PAGE])
         return waiting
-
-    def _whole_groups(self, consumer: Consumer, held: WholeGroups) -> list[WaitingPacket]:
-        """The packets of groups that are whole, and that this process scores."""
-        taken = held.take(self._batch_size)
-        consumer.done(taken.gone)
-        for packet in taken.ended:
-            self._hand_off(consumer, [(packet, unchanged(packet.entry))])
-        return [packet for group in taken.groups for packet in group]
 
     def _members_of(
         self, consumer: Consumer, packet: WaitingPacket, fetched: FetchedPacket
@@ -308,24 +293,23 @@ class Scorer:
         packets = [item.packet for item in call.items if not item.packet.is_handed_on]
         if not packets:
             return False
-        (is_open,) = are_open(self._run.shard(packets[0].entry.shard), [packets[0].group_id])
+        (is_open,) = are_open(self._run, [packets[0].entry])
         if not is_open:
-            for packet in dict.fromkeys(packets):
-                self._hand_off(consumer, [(packet, unchanged(packet.entry))])
+            self._pass_on(consumer, dict.fromkeys(packets))
         return is_open
 
-    def _make(self, consumer: Consumer, calls: Sequence[Call], score: ScoreFunction) -> list[Suspect]:
+    def _make(self, consumer: Consumer, calls: Sequence[Call], score: ScoreFunction) -> list[Call]:
         """Make calls, several only of a coroutine function. Returns members that are to be tried alone, or again."""
         batches = [[item.trajectory for item in call.items] for call in calls]
         with metrics.timed(self._name, "score"):
             answers = ask(score, batches, f"scorer {self._name}", self._timeout_s, consumer.stop)
-        left: list[Suspect] = []
+        left: list[Call] = []
         for call, answer in zip(calls, answers, strict=True):
             left += self._settle(call, answer)
-        self._pass_on(consumer, dict.fromkeys(item.packet for call in calls for item in call.items))
+        self._pass_on_scored(consumer, [item for call in calls for item in call.items])
         return left
 
-    def _settle(self, call: Call, answer: list[Any] | ScoreError) -> list[Suspect]:
+    def _settle(self, call: Call, answer: list[Any] | ScoreError) -> list[Call]:
         """Note the verdicts of a call. What has none is unscorable after its last try, else returned for another."""
         scored, failed = dict[int, Any](), dict[int, ScoreError]()
         for number, item in enumerate(call.items):
@@ -344,11 +328,11 @@ class Scorer:
             first = away or next(iter(failed.values()))
             if self._is_tried_again(call, first):
                 return [self._later(call, call.items, first)]
-        left: list[Suspect] = []
+        left: list[Call] = []
         for number, item in enumerate(call.items):
             if number in scored:
                 item.packet.verdicts[item.position] = scored[number]
-                self._tries.forget(self._run.shard(item.packet.entry.shard), item)
+                self._tries.forget(item)
             elif self._is_tried_again(call, failed[number]):
                 left.append(self._later(call, [item], failed[number]))
             else:
@@ -358,40 +342,38 @@ class Scorer:
     def _is_tried_again(self, call: Call, error: ScoreError) -> bool:
         return error.kind == AWAY or call.tries < self._max_tries
 
-    def _later(self, call: Call, items: Sequence[WaitingMember], error: ScoreError) -> Suspect:
+    def _later(self, call: Call, items: Sequence[WaitingMember], error: ScoreError) -> Call:
         """The same call for `items`, after a pause. While the judge is away no try is counted."""
         if error.kind == AWAY:
-            self._tries.forget(self._run.shard(items[0].packet.entry.shard), items[0])
+            self._tries.forget(items[0])
             pause = self._away.pause_s(error, call.waits)
-            return Suspect(clock.now() + pause, Call(items, max(1, call.tries), call.waits + 1))
+            return Call(items, max(1, call.tries), call.waits + 1, clock.now() + pause)
         pause = FIRST_DELAY_S * 2 ** (call.tries - 1) * random.uniform(0.5, 1) if call.tries else 0.0
-        return Suspect(clock.now() + pause, Call(items, call.tries + 1))
+        return Call(items, call.tries + 1, due=clock.now() + pause)
 
     def _give_up(self, item: WaitingMember, error: ScoreError) -> None:
         self._given_up.note(item.trajectory.name, item.packet.group_id, error.kind, str(error))
         item.packet.verdicts[item.position] = None
         item.packet.given_up.append(item)  # its tries still count if another member ends this process
 
-    def _pass_on(self, consumer: Consumer, packets: Iterable[WaitingPacket]) -> None:
-        """Hand those packets on all of whose members have their verdicts."""
-        filter_by, by_shard = self._run.manifest.filter_by, defaultdict[int, list[Any]](list)
-        for packet in packets:
-            if packet.is_scored:
-                by_shard[packet.entry.shard].append((packet, packet.hand_off(self._next, filter_by)))
-        for pairs in by_shard.values():
-            self._hand_off(consumer, pairs)
+    def _pass_on_scored(self, consumer: Consumer, items: Iterable[WaitingMember]) -> None:
+        """Pass on those packets of `items` all of whose members have their verdicts."""
+        packets = dict.fromkeys(item.packet for item in items)
+        self._pass_on(consumer, [packet for packet in packets if packet.is_scored])
 
-    def _hand_off(self, consumer: Consumer, packets: Sequence[tuple[WaitingPacket, HandOff]]) -> None:
-        """Pass packets of one shard on."""
-        if not packets:
-            return
-        shard = self._run.shard(packets[0][0].entry.shard)
-        passed = pass_on(shard, self._name, [hand_off for _, hand_off in packets])
-        metrics.entries(self._name, "acked", passed)
-        metrics.entries(self._name, "duplicate", len(packets) - passed)
-        consumer.done([packet.entry for packet, _ in packets])
-        for packet, _ in packets:
-            packet.is_handed_on = True
-            tracing.record(tracing.SCORE, self._run.name, tracing.traces_of([packet]), packet.since)
-            for item in packet.given_up:
-                self._tries.forget(shard, item)
+    def _pass_on(self, consumer: Consumer, packets: Iterable[WaitingPacket]) -> None:
+        """Pass packets on: those that are scored, and those of groups that have ended."""
+        alike, filter_by = defaultdict[Any, list[WaitingPacket]](list), self._run.manifest.filter_by
+        for packet in packets:
+            alike[packet.entry.shard, self._next if packet.is_wanted else None].append(packet)
+        for (index, target), together in alike.items():
+            entries = [packet.scored(filter_by) for packet in together]
+            passed = pass_on(self._run.shard(index), self._name, entries, target)
+            metrics.entries(self._name, "acked", passed)
+            metrics.entries(self._name, "duplicate", len(together) - passed)
+            consumer.done([packet.entry for packet in together])
+            for packet in together:
+                packet.is_handed_on = True
+                tracing.record(tracing.SCORE, self._run.name, tracing.traces_of([packet]), packet.since)
+                for item in packet.given_up:
+                    self._tries.forget(item)

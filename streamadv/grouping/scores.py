@@ -13,7 +13,8 @@ from typing import Any, Final
 from ..errors import HungError, JudgeAwayError, SettingError
 from ..messages import brief, one_line, place_of
 from ..run.hangs import GRACE_S, call_within
-from ..trajectory.fields import is_plain
+from ..trajectory.fields import MAX_SHORT_TEXT, is_plain
+from ..trajectory.schema import MAX_REWARDS
 from .scoring_streams import UnscoredTrajectory
 
 #: A reward, None (unscorable), named components which are summed up, or why there is none: it is tried again alone.
@@ -21,9 +22,6 @@ Score = float | None | Mapping[str, float] | BaseException
 #: Gives a score to each trajectory of a micro-batch.
 ScoreFunction = Callable[[Sequence[UnscoredTrajectory]], Sequence[Score] | Awaitable[Sequence[Score]]]
 
-#: Named rewards of a trajectory, and characters of a name, as in `schema.Trajectory`.
-MAX_REWARDS: Final = 64
-MAX_NAME_CHARS: Final = 200
 #: Kind of an error: the judge cannot be asked now.
 AWAY: Final = "away"
 
@@ -155,9 +153,9 @@ def rewards_of(score: Any, name: str, trajectory: UnscoredTrajectory) -> dict[st
 def _checked(components: Mapping[Any, Any], trajectory: UnscoredTrajectory) -> dict[str, float]:
     for component in components:
         is_name = isinstance(component, str) and is_plain(str(component))
-        if not is_name or len(component) > MAX_NAME_CHARS:
+        if not is_name or len(component) > MAX_SHORT_TEXT:
             raise ScoreError(
-                "value", f"it named a component {brief(component)}, needs at most {MAX_NAME_CHARS} characters"
+                "value", f"it named a component {brief(component)}, needs at most {MAX_SHORT_TEXT} characters"
             )
     if len({*components, *trajectory.rewards}) > MAX_REWARDS:
         raise ScoreError("value", f"it gave more named rewards than the {MAX_REWARDS} a trajectory may have")

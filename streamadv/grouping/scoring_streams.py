@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -112,16 +113,8 @@ class UnscoredTrajectory:
         return self._reference.rewards
 
 
-#: Packets of ended groups that one look at a scorer's stream finds at most.
-LOOK_COUNT: Final = 64
-
-
-class HandOff(NamedTuple):
-    """A packet on its way on: its entry, and its fields as they go to the scorer `target`, or None: to the grouper."""
-
-    entry: Entry
-    fields: Sequence[Any]
-    target: str | None = None
+#: Entries of a scorer's stream that are looked at, or handed off, in one call.
+PAGE: Final = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -152,26 +145,30 @@ class WaitingPacket:
     def is_scored(self) -> bool:
         return len(self.verdicts) == len(self.usable)
 
-    def hand_off(self, target: str | None, filter_by: str) -> HandOff:
-        """The packet with its rewards, for the scorer `target` or None: for the grouper, also if all are unscorable.
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another scorer is to be asked: it is scored, and a member has a reward."""
+        return self.is_scored and any(rewards is not None for rewards in self.verdicts.values())
+
+    def scored(self, filter_by: str) -> Entry:
+        """The entry with its rewards; as it came if a member has no verdict, because the group has ended.
 
         filter_by: of the run. Without a named reward of this name the reward itself is judged.
         """
-        members = _with_rewards(self.stored.members, self.verdicts)
-        text = ""
+        if not self.is_scored:
+            return self.entry
+        members, text = _with_rewards(self.stored.members, self.verdicts), ""
+        judged = members.rewards.get(filter_by, np.full(len(members), np.nan))
         for position, line in enumerate(self.lines):
-            has_reward = self.verdicts.get(position) is not None
-            kind = USABLE if has_reward else "unscorable"
-            named = members.rewards.get(filter_by)
-            reward = float(members.table["reward"][position])
-            is_judged = named is not None and line.role != Role.EVAL and not np.isnan(named[position])
-            value = float(named[position]) if named is not None and is_judged else reward
-            text += member_line(line.rollout_index, kind, value if has_reward else None, line.role)
+            kind, value = "unscorable", None
+            if self.verdicts.get(position) is not None:
+                kind, value = USABLE, float(members.table["reward"][position])
+                if line.role != Role.EVAL and not np.isnan(judged[position]):
+                    value = float(judged[position])
+            text += member_line(line.rollout_index, kind, value, line.role)
         trace = trace_of(self.entry.fields[b"table"])
         table = with_trace(encode_table(members, self.stored.columns), trace)
-        fields = {**self.entry.fields, b"members": text, b"table": table}
-        is_over = all(rewards is None for rewards in self.verdicts.values())
-        return HandOff(self.entry, [fields[name] for name in PACKET_FIELDS], None if is_over else target)
+        return self.entry._replace(fields={**self.entry.fields, b"members": text.encode(), b"table": table})
 
 
 class WaitingMember(NamedTuple):
@@ -181,10 +178,6 @@ class WaitingMember(NamedTuple):
     position: int
     """In the packet."""
     trajectory: UnscoredTrajectory
-
-    @property
-    def is_scored(self) -> bool:
-        return self.position in self.packet.verdicts
 
 
 def _with_rewards(members: Members, verdicts: Mapping[int, Mapping[str, float] | None]) -> Members:
@@ -199,31 +192,37 @@ def _with_rewards(members: Members, verdicts: Mapping[int, Mapping[str, float] |
     )
 
 
-def unchanged(entry: Entry) -> HandOff:
-    """The packet for the grouper, as it came: no score counts any more."""
-    return HandOff(entry, [entry.fields[name] for name in PACKET_FIELDS])
+def pass_on(shard: Shard, scorer: str, entries: Sequence[Entry], target: str | None = None) -> int:
+    """Hand packets of a scorer's stream off, with the fields given: to the scorer `target`, or None: to the grouper.
 
-
-def pass_on(shard: Shard, scorer: str, packets: Sequence[HandOff]) -> int:
-    """Hand packets of a scorer's stream off. Returns how many nobody else had handed off before."""
-    passed = 0
-    for target in dict.fromkeys(packet.target for packet in packets):
-        args: list[Any] = [scorer, "1" if target is None else "0"]
-        for packet in packets:
-            if packet.target == target:
-                args += [packet.entry.id, *packet.fields]
-        next_stream = shard.keys.rollouts if target is None else shard.keys.scoring(target)
-        passed += shard.call("scored", args, stream=shard.keys.scoring(scorer), target=next_stream)
+    Returns how many nobody else had handed off before.
+    """
+    args: list[Any] = [scorer, "1" if target is None else "0"]
+    for entry in entries:
+        args += [entry.id, *(entry.fields[name] for name in PACKET_FIELDS)]
+    next_stream = shard.keys.rollouts if target is None else shard.keys.scoring(target)
+    passed: int = shard.call("scored", args, stream=shard.keys.scoring(scorer), target=next_stream)
     return passed
 
 
-def packets_of(run: Run, shard: Shard, scorer: str, entries: Sequence[Entry]) -> list[WaitingPacket]:
+def waiting_entries(shard: Shard, scorer: str, first: str = "-", last: str = "+") -> Iterator[Entry]:
+    """What stands in a scorer's stream from the entry `first` to the entry `last`, read page by page."""
+    while True:
+        page: Any = shard.connection.scripts.xrange(shard.keys.scoring(scorer), first, last, PAGE)
+        yield from entries_of(shard.index, page)
+        if len(page) < PAGE:
+            return
+        first = f"({page[-1][0].decode()}"
+
+
+def packets_of(run: Run, scorer: str, entries: Iterable[Entry]) -> list[WaitingPacket]:
     """The packets of entries. Entries that are none are removed as malformed, and left out."""
     packets = []
     for entry in entries:
         try:
             packets.append(_packet_of(run, entry))
         except WireError as error:
+            shard = run.shard(entry.shard)
             reject(shard, shard.keys.scoring(scorer), entry.id, str(error), entry.fields, stage=scorer)
     return packets
 
@@ -239,12 +238,12 @@ def _packet_of(run: Run, entry: Entry) -> WaitingPacket:
     return WaitingPacket(entry, packet.group_id, packet.members, stored)
 
 
-def are_open(shard: Shard, group_ids: Sequence[str]) -> list[bool]:
-    """Whether groups are open, so that a score would still count."""
-    pipe = shard.connection.scripts.pipeline(transaction=False)
-    for group_id in group_ids:
-        pipe.exists(shard.keys.group(group_id))
-    return list(map(bool, pipe.execute()))
+def are_open(run: Run, packets: Sequence[Entry]) -> list[bool]:
+    """Whether the group of each packet is open, so that a score would still count."""
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for packet in packets:
+        pipe.exists(run.shard(packet.shard).keys.group(packet.fields[b"group_id"].decode()))
+    return list(map(bool, pipe.execute() if packets else ()))
 
 
 def pass_on_ended(run: Run, shard: Shard) -> int:
@@ -254,14 +253,13 @@ def pass_on_ended(run: Run, shard: Shard) -> int:
     """
     passed = 0
     for scorer in run.manifest.scorers:
-        reply: Any = shard.connection.scripts.xrange(shard.keys.scoring(scorer), "-", "+", LOOK_COUNT)
-        packets, group_ids = list[Entry](), list[str]()
-        for entry in entries_of(shard.index, reply):
+        packets = list[Entry]()
+        for entry in islice(waiting_entries(shard, scorer), PAGE):
             with suppress(WireError):
-                group_ids.append(read_packet(run, shard.index, entry.fields).group_id)
+                read_packet(run, shard.index, entry.fields)
                 packets.append(entry)
-        states = are_open(shard, group_ids)
-        ended = [unchanged(entry) for entry, is_open in zip(packets, states, strict=True) if not is_open]
+        states = are_open(run, packets)
+        ended = [entry for entry, is_open in zip(packets, states, strict=True) if not is_open]
         with suppress(NotNowError):  # while the rollouts stream takes no more, groupers go on emptying it
             passed += pass_on(shard, scorer, ended)
     return passed

@@ -8,15 +8,14 @@ wait until theirs are gone from the stream. Nothing of this is stored: what a de
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ..run import Run, Shard
-from ..run.consumer import Entry, entries_of
-from .scoring_streams import WaitingPacket, packets_of
+from ..run import Run
+from ..run.consumer import Entry
+from ..store.replies import as_text
+from .scoring_streams import WaitingPacket, packets_of, waiting_entries
 
-#: Entries of a stream that are looked at in one call.
-PAGE: Final = 100
 FREE: Final = b"."
 ON_ITS_WAY: Final = b"p"
 
@@ -27,7 +26,7 @@ Group = tuple[int, str]
 class Taken(NamedTuple):
     """Packets that are held no longer."""
 
-    groups: list[list[WaitingPacket]]
+    whole: list[WaitingPacket]
     """Of groups that this process scores: all there are."""
     ended: list[WaitingPacket]
     """Of groups that have ended."""
@@ -53,70 +52,59 @@ class WholeGroups:
 
     def take(self, most: int) -> Taken:
         """What need not be held any longer: groups of `most` members together, one group at least."""
-        taken, members = Taken([], [], []), 0
-        for index in {shard for shard, _ in self._held}:
-            shard = self._run.shard(index)
-            slots = self._slots(shard)
-            taken.ended.extend(self._release(group for group, text in slots.items() if text is None))
-            whole = {
-                group: text.count(ON_ITS_WAY) for group, text in slots.items() if text and FREE not in text
-            }
-            for group, packets in self._scored_here(shard, whole, taken.gone):
-                if members >= most:
-                    break
-                members += sum(len(packet.lines) for packet in packets)
-                taken.groups.append(packets)
-                self._held.pop(group)
+        taken, whole, members = Taken([], [], []), dict[Group, int](), 0
+        for group, slots in self._slots().items():
+            if slots is None:
+                taken.ended.extend(self._held.pop(group).values())
+            elif slots and FREE not in slots:
+                whole[group] = slots.count(ON_ITS_WAY)
+        for group, packets in self._scored_here(whole, taken.gone):
+            if members >= most:
+                break
+            members += sum(len(packet.lines) for packet in packets)
+            taken.whole.extend(packets)
+            self._held.pop(group)
         return taken
 
-    def _slots(self, shard: Shard) -> dict[Group, bytes | None]:
+    def _slots(self) -> dict[Group, bytes | None]:
         """The slot maps of the groups that are held; None of one that has ended."""
-        groups = [group for group in self._held if group[0] == shard.index]
-        pipe = shard.connection.scripts.pipeline(transaction=False)
-        for _, group_id in groups:
-            pipe.hget(shard.keys.group(group_id), "slots")
-        return dict(zip(groups, pipe.execute(), strict=True))
-
-    def _release(self, groups: Iterable[Group]) -> list[WaitingPacket]:
-        return [packet for group in list(groups) for packet in self._held.pop(group).values()]
+        pipe = self._run.connection.scripts.pipeline(transaction=False)
+        for index, group_id in self._held:
+            pipe.hget(self._run.shard(index).keys.group(group_id), "slots")
+        return dict(zip(self._held, pipe.execute() if self._held else (), strict=True))
 
     def _scored_here(
-        self, shard: Shard, whole: Mapping[Group, int], gone: list[Entry]
+        self, whole: Mapping[Group, int], gone: list[Entry]
     ) -> Iterator[tuple[Group, list[WaitingPacket]]]:
         """Of groups with so many members on their way: those that this process scores, with all their packets."""
-        shared = {}
+        shared = dict[Group, int]()
         for group, count in whole.items():
             packets = list(self._held[group].values())
             if sum(len(packet.lines) for packet in packets) >= count:
                 yield group, packets
             else:
                 shared[group] = count
-        found = self._in_stream(shard, shared) if shared else {}
+        found = self._in_streams(shared)
         for group, count in shared.items():
-            held, there = self._held[group], found.get(group, {})
+            held, there = self._held[group], found[group]
             gone += [held.pop(entry_id).entry for entry_id in held.keys() - there.keys()]
             if not held:
                 self._held.pop(group)
             elif sum(len(each.lines) for each in there.values()) >= count and next(iter(there)) in held:
                 yield group, [held.get(entry_id, each) for entry_id, each in there.items()]
 
-    def _in_stream(self, shard: Shard, groups: Mapping[Group, int]) -> dict[Group, dict[str, WaitingPacket]]:
+    def _in_streams(self, groups: Collection[Group]) -> dict[Group, dict[str, WaitingPacket]]:
         """The packets of groups that some process holds, in the order of their entries."""
-        scripts, stream = shard.connection.scripts, shard.keys.scoring(self._scorer)
-        pending: Any = scripts.xpending(stream, self._scorer)
-        start, found = pending["min"], defaultdict[Group, dict[str, WaitingPacket]](dict)
-        while start is not None:
-            reply: Any = scripts.xrange(stream, start, pending["max"], PAGE)
-            wanted = self._of_groups(entries_of(shard.index, reply), groups)
-            for packet in packets_of(self._run, shard, self._scorer, wanted):
-                found[shard.index, packet.group_id][packet.entry.id] = packet
-            start = f"({reply[-1][0].decode()}" if len(reply) == PAGE else None
+        found = {group: dict[str, WaitingPacket]() for group in groups}
+        for index in {index for index, _ in groups}:
+            shard = self._run.shard(index)
+            pending: Any = shard.connection.scripts.xpending(shard.keys.scoring(self._scorer), self._scorer)
+            if pending["min"] is None:
+                continue
+            entries = waiting_entries(shard, self._scorer, pending["min"], pending["max"])
+            of_groups = (
+                entry for entry in entries if (index, as_text(entry.fields.get(b"group_id", b""))) in found
+            )
+            for packet in packets_of(self._run, self._scorer, of_groups):
+                found[index, packet.group_id][packet.entry.id] = packet
         return found
-
-    @staticmethod
-    def _of_groups(entries: Sequence[Entry], groups: Mapping[Group, int]) -> list[Entry]:
-        return [
-            entry
-            for entry in entries
-            if (entry.shard, entry.fields.get(b"group_id", b"").decode(errors="replace")) in groups
-        ]
