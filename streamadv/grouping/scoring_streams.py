@@ -197,6 +197,8 @@ def pass_on(shard: Shard, scorer: str, entries: Sequence[Entry], target: str | N
 
     Returns how many nobody else had handed off before.
     """
+    if not entries:
+        return 0
     args: list[Any] = [scorer, "1" if target is None else "0"]
     for entry in entries:
         args += [entry.id, *(entry.fields[name] for name in PACKET_FIELDS)]
