@@ -163,6 +163,10 @@ class Follower(Session):
             return Reason("other_rank", f"rank 0 has not named batch {k}")
         return Reason("computing", f"results of batch {k}")
 
+    def has_all(self, k: int) -> bool:
+        """As `has_ended`: rank 0 names batches."""
+        return self.has_ended(k)
+
     def has_ended(self, k: int) -> bool:
         """Whether rank 0 has ended before batch k, and this rank has not."""
         stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.session, ["end", "ends"])

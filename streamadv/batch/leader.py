@@ -330,17 +330,21 @@ class Leader(Session):
 
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
+        return self.has_all(k) and not (self._prompts.will_begin and self._attendance.is_attended)
+
+    def has_all(self, k: int) -> bool:
+        """Whether no more groups for batch k can come, before another one was trained."""
         if k > self._last_nameable:
             return False
         if not is_over(self.run, self._attendance):
             return False
         self._prompts.look()  # before anybody is asked for the last time whether more can come
-        if self._prompts.has_begun and not is_over(self.run, self._attendance):
+        if self._prompts.have_begun and not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.
         if clock.now() < self._may_end_from or not self.has_same_servers():
             return False
-        are_left = self._prompts.has_begun and self._prompts_are_left()
+        are_left = self._prompts.have_begun and self._prompts_are_left()
         return not (are_left and self._attendance.is_attended)
 
     def _prompts_are_left(self) -> bool:

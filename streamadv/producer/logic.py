@@ -103,6 +103,8 @@ class ProducerLogic:
         for prompted in list(self.prompted):
             if membership.finished or membership.closed or prompted.is_left:
                 yield from prompted.give_back()
+            if prompted.is_asked and not membership.closed:
+                yield prompted.ask()
         yield from self.admission.withdraw()
         leaves = membership.closed and membership.last_word == "serves"
         if has_all and membership.finished and not leaves:
@@ -161,7 +163,13 @@ class ProducerLogic:
         return self.membership.weights
 
     def finish(self) -> Steps[None]:
-        """Say that no more groups will come from this producer, once the server has all it was sent."""
+        """As its user says: no more groups will come from this producer, and nobody asks it for prompts."""
+        for prompted in self.prompted:
+            prompted.is_asked = False
+        yield from self.say_finished()
+
+    def say_finished(self) -> Steps[None]:
+        """Say that no more groups will come for now, once the server has all it was sent."""
         self.membership.finished = True
         wait = Wait(Blocked(self.membership.who, "not finished", self.membership.run))
         while not (yield from self._attend()):

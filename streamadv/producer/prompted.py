@@ -46,7 +46,8 @@ class PromptedGroups:
         self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: tuple[Lease, ...] = ()  # not begun yet; another thread may give them back
         self._admitting: Lease | None = None  # the one that is being begun
-        self.is_left = False  # nobody asks for more
+        self.is_asked = False  # somebody asks for more, and the producer was not finished since
+        self.is_left = False  # nobody will ask for more
         logic.prompted.append(self)
         self._wait = Wait(
             Blocked(logic.membership.who, "all prompts are begun", logic.membership.run), cap=1.0
@@ -57,9 +58,11 @@ class PromptedGroups:
 
         Raises what `Admission.begin` raises, and SettingError for prompts that are not those of the run.
         """
+        self.is_asked = True
         while True:
             leased = yield from self._find()
             if leased is None:
+                self.is_asked = False
                 return None
             source, position = map(int, leased.item.split())
             place = name, epoch, index = self._prompts.set.locate(source, position)
@@ -89,8 +92,8 @@ class PromptedGroups:
             return prompt, ticket
 
     def close(self) -> Steps[None]:
-        """Nobody asks for more."""
-        self.is_left = True
+        """Nobody will ask for more."""
+        self.is_left, self.is_asked = True, False
         yield from self.give_back()
 
     def give_back(self, *, asks: bool = False) -> Steps[None]:
@@ -103,6 +106,10 @@ class PromptedGroups:
             self._nonce = "" if self._nonce == nonce else self._nonce
         if self.is_left and self in self._logic.prompted:
             self._logic.prompted.remove(self)
+
+    def ask(self) -> ScriptCall:
+        """Somebody iterates: the run does not end while there are prompts for him."""
+        return lease(self._home, self._prompts.set, "ask", "", self._logic.membership.owner)
 
     def forget(self) -> None:
         """In a child of the process (fork): they are its parent's."""
@@ -150,7 +157,7 @@ class PromptedGroups:
             elif state == b"over" or membership.has_run_ended:
                 self._wait.over()
                 if not membership.finished:
-                    yield from self._logic.finish()
+                    yield from self._logic.say_finished()
                 return None
             else:
                 yield from self._pause(as_count(reply[1]) if state == b"wait" else 0)
@@ -189,7 +196,7 @@ class PromptedGroups:
         for other in others:  # they are asked for more later, or never
             yield from other.give_back(asks=True)
         if left and not self._logic.membership.finished and not any(other.holds for other in others):
-            yield from self._logic.finish()
+            yield from self._logic.say_finished()
         name = self._prompts.set.name
         self._wait.because(Reason("prompts_begun", f"prompts {name}: {left} are begun and have not ended"))
         with metrics.wait(STAGE):

@@ -43,11 +43,17 @@ class Stored:
     """'<what> <source> <epoch>' -> number."""
     shares: dict[str, float]
     """Of each source the weight by which its prompts are begun now."""
+    asked: bytes = b""
+    """Another one whenever somebody has asked for more of it."""
+
+    @property
+    def unbegun(self) -> int:
+        """Prompts that nobody has begun."""
+        return sum(self.prompts.totals) - sum(self.following) - len(self.ended)
 
     @property
     def is_over(self) -> bool:
-        left = sum(self.prompts.totals) - sum(self.following)
-        return left == len(self.ended) and not self.entries
+        return not (self.unbegun or self.entries)
 
     def of(self, *nonces: str) -> list[str]:
         """Prompts whose entries have one of these instead of the nonce of a lease."""
@@ -125,7 +131,8 @@ def read(run: Run, prompts: PromptSet) -> Stored:
         for weight, given in zip(selected, prompts.weights.values(), strict=True)
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
-    return Stored(prompts, born, following, entries, ended, counters, by_source)
+    asked = state.get(b"asked", b"")
+    return Stored(prompts, born, following, entries, ended, counters, by_source, asked)
 
 
 def as_number(value: bytes | None) -> float | None:

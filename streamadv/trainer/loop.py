@@ -144,7 +144,7 @@ class Loop:
         leader = session if isinstance(session, Leader) else None
         collector = self._collector_of(session)
         is_new = leader is not None and leader.name_ahead(False, max_groups)
-        ended = session.find(self._next) is None and session.has_ended(self._next)
+        ended = session.find(self._next) is None and session.has_all(self._next)
         if (ended and leader is not None and leader.name_ahead(True, max_groups)) or is_new:
             patience.progress()
         batch = self._collect(collector)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import streamadv as sa
+from streamadv.batch import prompts
 from streamadv.errors import NoBatchError
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, working
@@ -21,7 +22,6 @@ def play(group: Any) -> None:
         rollout.push(**record(rollout))
 
 
-@pytest.mark.xfail(strict=True, reason="rank 0 looks only at prompts that were begun")
 def test_a_set_that_is_played_later_is_played_to_its_end(redis_url: str, run: str) -> None:
     """One loop waits for the end of its prompts, while another one of the same producer has some left."""
     trained: list[str] = []
@@ -44,9 +44,11 @@ def test_a_set_that_is_played_later_is_played_to_its_end(redis_url: str, run: st
     assert len([group for group in trained if group.startswith("prompt:more:")]) == 6
 
 
-@pytest.mark.xfail(strict=True, reason="rank 0 waits for prompts that nobody iterates over")
-def test_a_set_that_was_left_does_not_hold_up_another_one(redis_url: str, run: str) -> None:
+def test_a_set_that_was_left_does_not_hold_up_another_one(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some prompts of one set were begun; the producers go on with another one, under another name."""
+    monkeypatch.setattr(prompts, "PRODUCER_TIMEOUT_S", 2.0)
     trained: list[str] = []
     has_ended = []
 

@@ -109,7 +109,13 @@ def test_an_extra_column_supplies_a_step_after_a_late_one(fake: Connection) -> N
         producer.push([trajectory("g", index, 2, weight=weight) for index in range(2)])
     late = {"old_log_probs": lambda mb: mb.weight * 10}
     queue = TrainerQueue(
-        fake, "r", batch_groups=1, prefetch=0, chain={"estimator": "test_weighted"}, late=late, commit="each_batch"
+        fake,
+        "r",
+        batch_groups=1,
+        prefetch=0,
+        chain={"estimator": "test_weighted"},
+        late=late,
+        commit="each_batch",
     )
     batch = delivered_batch(queue, join(fake, "r"))
     (mb,) = batch
