@@ -47,10 +47,16 @@ def stored(run: Run) -> Stored:
 
 
 def trainer(url: str, name: str, trained: list[str], **options: Any) -> Callable[[threading.Event], None]:
+    given: dict[str, Any] = {
+        "batch_groups": 4,
+        "max_staleness": 1,
+        "chain": {"estimator": "reinforce"},
+        **options,
+    }
+    given.setdefault("drop_after", 1000)  # however slow the machine is
+
     def train(_: threading.Event) -> None:
-        with TrainerQueue(
-            url, name, batch_groups=4, max_staleness=1, chain={"estimator": "reinforce"}, **options
-        ) as queue:
+        with TrainerQueue(url, name, **given) as queue:
             while (batch := queue.next_batch()) is not None:
                 trained.extend({each.group_id for each in batch.references})
                 queue.trained(batch)
