@@ -4,9 +4,8 @@ A process records them once it has a tracer provider, which the program sets, `o
 commands, `set_up`. Until then nothing of OpenTelemetry is imported, and a call here is a look at `sys.modules`. Only
 the package `opentelemetry-api` is needed. Names of spans and attributes are those of its conventions for messaging.
 
-All spans of a group are in one trace, that of its beginning. Its context travels in tickets as a `traceparent` (W3C),
-with packets as CONTEXT_BYTES bytes; without these there is no trace, or it is not sampled. A batch has a trace of its
-own, with links to those of its groups; its context travels in the batch's record.
+All spans of a group are in one trace, those of a batch in another one. No context travels: every process derives the
+ids of a trace and of its first span from the run and the id of the group or batch, and asks its own sampler about them.
 
 An error of a sampler or span processor is a warning: nothing of the run depends on a span.
 """
@@ -15,15 +14,17 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from copy import copy
 from functools import lru_cache
+from hashlib import blake2b
 from importlib.metadata import entry_points
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
 
 from . import clock
 from .extras import is_installed, remedy
@@ -32,8 +33,6 @@ from .version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: The context of a span beside a member table: trace id, span id, flags.
-CONTEXT_BYTES: Final = 16 + 8 + 1
 #: Links of a batch to the traces of its groups at most: what exporters keep by default.
 MAX_LINKS: Final = 128
 #: Seconds in which the end of a process waits for its last spans to be exported.
@@ -42,9 +41,7 @@ FLUSH_S: Final = 5.0
 LOG_INTERVAL_S: Final = 30.0
 SYSTEM: Final = "streamadv"
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.37.0"
-
-_TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_SAMPLED: Final = 1
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Step(NamedTuple):
@@ -68,65 +65,6 @@ TRAIN: Final = Step("train", "process", "CONSUMER", "results")
 COMMIT: Final = Step("commit", "settle", "CLIENT", "groups")
 
 
-class Traced(Protocol):
-    """A group whose trace context came with its packets, if one did."""
-
-    @property
-    def group_id(self) -> str: ...
-    @property
-    def trace(self) -> bytes | None: ...
-
-
-class Span:
-    """A span under way, or none: `NO_SPAN`."""
-
-    __slots__ = ("_span",)
-
-    def __init__(self, span: Any = None) -> None:
-        self._span = span
-
-    @property
-    def context(self) -> bytes | None:
-        """What travels with a packet. None if the span is not sampled."""
-        if self._span is None:
-            return None
-        context = self._span.get_span_context()
-        if not context.trace_flags & _SAMPLED:
-            return None
-        return bytes(
-            context.trace_id.to_bytes(16, "big") + context.span_id.to_bytes(8, "big") + bytes([_SAMPLED])
-        )
-
-    @property
-    def traceparent(self) -> str | None:
-        """What travels in a ticket or a record, also if the span is not sampled."""
-        if self._span is None:
-            return None
-        context = self._span.get_span_context()
-        if not context.is_valid:
-            return None
-        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & _SAMPLED:02x}"
-
-    def fail(self, reason: str, text: str = "") -> None:
-        """What the span tells of has failed. reason: one of a small fixed set."""
-        if self._span is not None:
-            api = sys.modules["opentelemetry.trace"]
-            self._span.set_attribute("error.type", reason)
-            self._span.set_status(api.Status(api.StatusCode.ERROR, text or reason))
-
-    def end(self, at: int | None = None) -> None:
-        """It has ended now, or at this time."""
-        if self._span is not None:
-            try:
-                self._span.end(at)
-            except Exception as error:
-                _provider_failed(error)
-
-
-NO_SPAN: Final = Span()
-_NOTHING: Final = nullcontext(NO_SPAN)
-
-
 def is_on() -> bool:
     """Whether this process records traces."""
     return _api() is not None
@@ -137,142 +75,86 @@ def now() -> int:
     return time.time_ns()
 
 
-def context_of(traceparent: str | None) -> bytes | None:
-    """The bytes of a `traceparent`; None for none, and for what is none."""
-    match = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent)
-    return None if match is None else bytes.fromhex("".join(match.groups()))
-
-
-def is_sampled(context: bytes) -> bool:
-    """Whether spans under this context are recorded."""
-    return bool(context[-1] & _SAMPLED)
-
-
-def traces_of(groups: Iterable[Traced]) -> dict[str, bytes]:
-    """Trace contexts of groups by id, of those that have one."""
-    return {group.group_id: group.trace for group in groups if group.trace is not None}
-
-
-def begun(run: str, group_id: str, rollouts: int, since: int) -> str | None:
-    """The `traceparent` of a group that has been begun now: of a span under the user's current one, if there is one."""
-    api = _api()
-    if api is None:
-        return None
-    made = _start(api, BEGIN, None, _attributes(BEGIN, run, group_id, rollouts), (), since)
-    made.end()
-    return made.traceparent
-
-
-def pushing(run: str, group_id: str, traceparent: str | None, rollouts: int) -> AbstractContextManager[Span]:
-    """Around a push. An exception that leaves the block marks the span as failed. It is not made the current one.
-
-    Its parent is the user's current span, with a link to the group's trace if that is another one; else the group's
-    beginning, `traceparent`, if it is known.
-    """
-    api = _api()
-    return _NOTHING if api is None else _pushing(api, run, group_id, traceparent, rollouts)
-
-
-@contextmanager
-def _pushing(api: Any, run: str, group_id: str, traceparent: str | None, rollouts: int) -> Iterator[Span]:
-    of_group, context, links = _remote(api, context_of(traceparent)), None, []
-    current = api.get_current_span().get_span_context()
-    if of_group is not None and not current.is_valid:
-        context = _in_context(api, of_group)
-    elif of_group is not None and of_group.trace_id != current.trace_id:
-        links = [api.Link(of_group)]
-    started = _start(api, PUSH, context, _attributes(PUSH, run, group_id, rollouts), links)
-    try:
-        yield started
-    except Exception as error:
-        started.fail(type(error).__name__, str(error))
-        raise
-    finally:
-        started.end()
-
-
-def travelling(traceparent: str | None, push: Span) -> bytes | None:
-    """What goes with the packets of a push: where its group's trace began, or the push itself if nobody knows that.
-
-    None if it is not sampled.
-    """
-    if traceparent is None:
-        return push.context
-    context = context_of(traceparent)
-    return context if context is not None and is_sampled(context) else None
-
-
-@contextmanager
-def inside(traceparent: str | None) -> Iterator[None]:
-    """Around a call of the user's: spans that it begins are in the group's trace, if it has no current span itself."""
-    api = _api()
-    remote = None if api is None else _remote(api, context_of(traceparent))
-    if api is None or remote is None or api.get_current_span().get_span_context().is_valid:
-        yield
-        return
-    from opentelemetry import context
-
-    token = context.attach(_in_context(api, remote))
-    try:
-        yield
-    finally:
-        context.detach(token)
-
-
 def record(
     step: Step,
     run: str,
-    groups: Mapping[str, bytes],
+    groups: Iterable[str],
     since: int,
     *,
+    rollouts: int = 0,
     k: int | None = None,
     batch: str | None = None,
-    failed: Mapping[str, str] | None = None,
-    outcomes: Mapping[str, str] | None = None,
-    until: int | None = None,
+    outcomes: Mapping[str, str] = _NONE,
+    failed: Mapping[str, str] = _NONE,
+    detail: str = "",
 ) -> None:
-    """A span in the trace of each group for a step that has ended now, or at `until`.
+    """Spans for a step that ends now: one in the trace of each group, and one in that of the batch.
 
-    groups: trace contexts by id. since: when it began (`now`). k: of the batch. batch: `traceparent` of its trace, to
-    which the spans get a link. failed: reasons by group, of those that are dropped or dead. outcomes: how groups ended.
-    """
-    api = _api() if groups else None
-    if api is None:
-        return
-    end, of_batch = until or now(), _remote(api, context_of(batch))
-    links = [] if of_batch is None else [api.Link(of_batch)]
-    for group_id, context in groups.items():
-        parent = _remote(api, context)
-        if parent is None:
-            continue
-        attributes = _attributes(step, run, group_id)
-        if k is not None:
-            attributes["streamadv.batch"] = k
-        if outcomes and group_id in outcomes:
-            attributes["streamadv.outcome"] = outcomes[group_id]
-        made = _start(api, step, _in_context(api, parent), attributes, links, since)
-        if failed and group_id in failed:
-            made.fail(failed[group_id])
-        made.end(end)
+    groups: ids, read only where traces are recorded. since: when it began (`now`). rollouts: how many it is about.
+    k, batch: number and id of the batch. outcomes: how groups ended. failed: reasons by group, one of a small fixed
+    set. detail: text for all that failed.
 
-
-def record_batch(
-    step: Step, run: str, k: int, since: int, batch: str | None, groups: Mapping[str, bytes] | None = None
-) -> str | None:
-    """A span in the trace of a batch for a step that has ended now; returns its `traceparent` if it is sampled.
-
-    batch: `traceparent` of the trace; None begins one, with links to those of the first MAX_LINKS of `groups`.
+    The first span of a group is BEGIN, that of a batch NAME. Spans have a link to the user's current one, or are its
+    children if it is in the same trace.
     """
     api = _api()
-    parent = None if api is None else _remote(api, context_of(batch))
-    if api is None or (parent is None and not groups):
-        return None
-    remotes = [_remote(api, context) for context in list((groups or {}).values())[:MAX_LINKS]]
-    links = [api.Link(remote) for remote in remotes if remote is not None]
-    attributes = _attributes(step, run) | {"streamadv.batch": k}
-    made = _start(api, step, _in_context(api, parent), attributes, links, since)
-    made.end(now())
-    return made.traceparent if made.context else None
+    if api is None:
+        return
+    shared = _attributes(step, run)
+    shared |= {"messaging.batch.message_count": rollouts} if rollouts else {}
+    shared |= {} if k is None else {"streamadv.batch": k}
+    try:
+        of_batch = None if batch is None else _first_span(api, NAME, run, batch)
+        in_batch = [of_batch] if of_batch is not None and of_batch.trace_flags.sampled else []
+        of_groups = []
+        for group_id in groups:
+            first = _first_span(api, BEGIN, run, group_id)
+            if first.trace_flags.sampled:
+                attributes = {**shared, "messaging.message.conversation_id": group_id}
+                if group_id in outcomes:
+                    attributes["streamadv.outcome"] = outcomes[group_id]
+                span = _start(api, step, first, step is BEGIN, in_batch, attributes, since)
+                if group_id in failed:
+                    span.set_attribute("error.type", failed[group_id])
+                    span.set_status(api.Status(api.StatusCode.ERROR, detail or failed[group_id]))
+                span.end()
+                of_groups.append(first)
+        for first in in_batch:
+            links = of_groups[:MAX_LINKS] if step is NAME else []
+            _start(api, step, first, step is NAME, links, shared, since).end()
+    except Exception as error:
+        _provider_failed(error)
+
+
+@contextmanager
+def pushing(run: str, group_id: str, rollouts: int) -> Iterator[None]:
+    """Around a push: an exception that leaves the block marks its span as failed."""
+    since, failed, detail = now(), _NONE, ""
+    try:
+        yield
+    except Exception as error:
+        failed, detail = {group_id: type(error).__name__}, str(error)
+        raise
+    finally:
+        record(PUSH, run, [group_id], since, rollouts=rollouts, failed=failed, detail=detail)
+
+
+@contextmanager
+def inside(run: str, group_id: str) -> Iterator[None]:
+    """Around a call of the user's: spans that it begins are in the group's trace, if it has no current span itself."""
+    api, token = _api(), None
+    if api is not None and not api.get_current_span().get_span_context().is_valid:
+        from opentelemetry import context
+
+        try:
+            token = context.attach(_under(api, _first_span(api, BEGIN, run, group_id)))
+        except Exception as error:
+            _provider_failed(error)
+    try:
+        yield
+    finally:
+        if token is not None:
+            context.detach(token)
 
 
 def _api() -> Any | None:
@@ -287,21 +169,42 @@ def _api() -> Any | None:
     return api if is_there else None
 
 
+def _first_span(api: Any, step: Step, run: str, name: str) -> Any:
+    """The span context with which the trace of a group or batch begins: the same in every process.
+
+    Whether it is sampled: what the provider's sampler says of a trace with this id that nobody has decided about.
+    """
+    digest = blake2b("\0".join((step.name, run, name)).encode(), digest_size=24).digest()
+    trace_id, span_id = int.from_bytes(digest[:16], "big"), int.from_bytes(digest[16:], "big")
+    sampler = getattr(api.get_tracer_provider(), "sampler", None)  # of the SDK's
+    is_sampled = (
+        sampler is None
+        or sampler.should_sample(_under(api), trace_id, f"{step.name} {step.stream}").decision.is_sampled()
+    )
+    return api.SpanContext(trace_id, span_id, is_remote=True, trace_flags=api.TraceFlags(is_sampled))
+
+
+def _under(api: Any, parent: Any | None = None) -> Any:
+    """A context with this parent, or without any."""
+    from opentelemetry.context import Context
+
+    return Context() if parent is None else api.set_span_in_context(api.NonRecordingSpan(parent), Context())
+
+
 def _start(
-    api: Any,
-    step: Step,
-    context: Any,
-    attributes: Mapping[str, str | int],
-    links: Iterable[Any],
-    since: int | None = None,
-) -> Span:
-    kind, name = getattr(api.SpanKind, step.kind), f"{step.name} {step.stream}"
-    try:
-        tracer = _tracer_of(api.get_tracer_provider())
-        return Span(tracer.start_span(name, context, kind, attributes, links, start_time=since))
-    except Exception as error:
-        _provider_failed(error)
-        return NO_SPAN
+    api: Any, step: Step, first: Any, is_first: bool, to: list[Any], attributes: Mapping[str, Any], since: int
+) -> Any:
+    """A span in the trace that begins with `first`. is_first: it is this one. to: what it has links to."""
+    tracer, current = _tracer_of(api.get_tracer_provider()), api.get_current_span().get_span_context()
+    is_in_trace = current.trace_id == first.trace_id
+    context = _under(api, current if is_in_trace else first)
+    if is_first and hasattr(tracer, "id_generator"):  # the SDK's, else the trace has no first span
+        context, tracer, ids = _under(api), copy(tracer), copy(tracer.id_generator)
+        ids.generate_trace_id, ids.generate_span_id = lambda: first.trace_id, lambda: first.span_id
+        tracer.id_generator = ids
+    links = list(map(api.Link, to if is_in_trace or not current.is_valid else [*to, current]))
+    name, kind = f"{step.name} {step.stream}", getattr(api.SpanKind, step.kind)
+    return tracer.start_span(name, context, kind, attributes, links, start_time=since)
 
 
 _failed_at = -LOG_INTERVAL_S  # when that was said last
@@ -322,35 +225,14 @@ def _tracer_of(provider: Any) -> Any:
     return provider.get_tracer("streamadv", __version__, schema_url=SCHEMA_URL)
 
 
-def _attributes(step: Step, run: str, group_id: str = "", rollouts: int = 0) -> dict[str, str | int]:
-    attributes: dict[str, str | int] = {
+def _attributes(step: Step, run: str) -> dict[str, str | int]:
+    return {
         "messaging.system": SYSTEM,
         "messaging.operation.name": step.name,
         "messaging.operation.type": step.type,
         "messaging.destination.name": step.stream,
         "streamadv.run": run,
     }
-    if group_id:
-        attributes["messaging.message.conversation_id"] = group_id
-    if rollouts:
-        attributes["messaging.batch.message_count"] = rollouts
-    return attributes
-
-
-def _remote(api: Any, context: bytes | None) -> Any | None:
-    """The span context of these bytes; None for what is none."""
-    if context is None or len(context) != CONTEXT_BYTES:
-        return None
-    trace_id, span_id = int.from_bytes(context[:16], "big"), int.from_bytes(context[16:24], "big")
-    made = api.SpanContext(trace_id, span_id, is_remote=True, trace_flags=api.TraceFlags(context[24]))
-    return made if made.is_valid else None
-
-
-def _in_context(api: Any, parent: Any | None) -> Any:
-    """A context with this parent, or without any."""
-    from opentelemetry.context import Context
-
-    return Context() if parent is None else api.set_span_in_context(api.NonRecordingSpan(parent), Context())
 
 
 # Commands

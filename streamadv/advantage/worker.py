@@ -40,7 +40,7 @@ def publish(run: Run, computed: ComputedItem) -> bool:
     while (published := _publish(run, computed)) == LOST:
         pass
     if published:
-        _trace(run, computed)
+        _record(run, computed.prepared)
     return bool(published)
 
 
@@ -69,14 +69,12 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
     ]
 
 
-def _trace(run: Run, computed: ComputedItem) -> None:
-    """A span in the trace of the batch, and of each group of the item; it has failed where a group is dead."""
-    prepared = computed.prepared
+def _record(run: Run, prepared: PreparedItem) -> None:
+    """Spans of the item, which have failed where a group is dead."""
     item, since = prepared.item, prepared.since
+    groups = (group.group_id for group in prepared.groups if group.shard == item.shard)
     failed = {group_id: f"dead: {death.reason}" for group_id, death in prepared.dead.items()}
-    traces = tracing.traces_of([group for group in prepared.groups if group.shard == item.shard])
-    tracing.record_batch(tracing.COMPUTE, run.name, item.k, since, item.trace)
-    tracing.record(tracing.COMPUTE, run.name, traces, since, k=item.k, batch=item.trace, failed=failed)
+    tracing.record(tracing.COMPUTE, run.name, groups, since, k=item.k, batch=item.batch, failed=failed)
 
 
 def observe(computed: ComputedItem) -> None:

@@ -19,7 +19,6 @@ from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
-from . import traces
 from .carryover import running_with
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
@@ -100,6 +99,11 @@ QUOTA_BATCHES: Final = 4
 JUDGE_S: Final = 0.2
 #: More than the groups logs hold.
 ALL_GROUPS: Final = 10**6
+
+
+def _as_failure(reason: str) -> str:
+    """Why a group was not named, as its span says it."""
+    return reason.replace("dead:", "dead: ") if reason.startswith("dead:") else f"dropped: {reason}"
 
 
 def server_text(server_ids: Sequence[str | None]) -> str:
@@ -185,13 +189,13 @@ class Leader(Session):
         self.dropped.log(now=len(groups) >= needed)
         if len(groups) < needed:
             return False
-        record = self._make_record(k, groups, traces.begin(self.run, k, groups, since))
+        record = self._make_record(k, groups)
         if not name_batch(self.run, record, self.fence):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
         self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
         self._candidates.remove(record.groups)
-        traces.named(self.run, record, groups, since)
+        self.batches[k].record_spans(tracing.NAME, self.run.name, since)
         warn_of_oversize(self.run.name, k, groups, settings.tokens_per_micro_batch)
         return True
 
@@ -227,11 +231,12 @@ class Leader(Session):
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
-        traces.dropped(self.run, k, unfit, since)
+        failed = {group.group_id: _as_failure(reason) for group, reason in unfit}
+        tracing.record(tracing.NAME, self.run.name, failed, since, k=k, failed=failed)
         self._candidates.remove([group for group, _ in unfit])
         return fit, True
 
-    def _make_record(self, k: int, groups: Sequence[LoggedGroup], trace: str | None) -> BatchRecord:
+    def _make_record(self, k: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
         settings, running = self._settings, self.progress.running_named
         return make_record(
             k,
@@ -244,7 +249,6 @@ class Leader(Session):
             kl_coefficient=self._kl.of_batch(k),
             running=running_with(self._chain, running, groups),
             running_before=running,
-            trace=trace,
         )
 
     @property
@@ -320,7 +324,7 @@ class Leader(Session):
             results = batch.results or ()
             stored = (batch.commit_arguments, results, batch.figures)
             commit(self.run, batch.record, self.fence, *stored, self._prompts.note_ended)
-            traces.committed(self.run, batch, since)
+            batch.record_spans(tracing.COMMIT, self.run.name, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
             if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):

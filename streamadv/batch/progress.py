@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .. import clock
+from .. import clock, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
 from ..prompts.spec import PREFIX, identity
 from .commit import CommitArguments, StoredResult
@@ -31,8 +31,7 @@ class NamedBatch:
     results: list[StoredResult] | None = field(default_factory=list)
     #: Metrics of the batch that its kept groups have beside their record.
     figures: dict[str, float] = field(default_factory=dict)
-    #: On rank 0, from delivery on: trace contexts of its groups, by id, and when it was delivered (`tracing.now`).
-    traces: dict[str, bytes] = field(default_factory=dict)
+    #: When it was delivered (`tracing.now`).
     delivered_ns: int = 0
 
     @property
@@ -40,11 +39,14 @@ class NamedBatch:
         """Its groups that are not dead letters, in the batch's order."""
         return [pointer for pointer in self.record.groups if pointer.group_id not in self.dead]
 
+    def record_spans(self, step: tracing.Step, run: str, since: int) -> None:
+        """Spans of a step of the whole batch, which ends now."""
+        ids = (pointer.group_id for pointer in self.living)
+        tracing.record(step, run, ids, since, k=self.record.k, batch=self.record.id)
+
     def on_other_servers(self) -> NamedBatch:
         """The part that holds in a session on other servers."""
-        return NamedBatch(
-            self.record, self.dead, results=None, traces=self.traces, delivered_ns=self.delivered_ns
-        )
+        return NamedBatch(self.record, self.dead, results=None, delivered_ns=self.delivered_ns)
 
 
 #: A server may lose writes this recent.

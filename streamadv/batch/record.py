@@ -70,10 +70,9 @@ class BatchRecord(BaseModel):
     kl_coefficient: float | None = None
     running: Running | None = None  # moments of all rewards up to and with this batch
     running_before: Running | None = None  # those it was named with
-    trace: str | None = None  # `traceparent` of the batch, where traces are recorded
 
     def to_json(self) -> str:
-        return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
+        return self.model_dump_json()
 
     def for_kept(self, metrics: Mapping[str, float]) -> str:
         """As JSON beside each of its groups that is kept: how many groups it has, and their ids if those are short.
@@ -82,7 +81,7 @@ class BatchRecord(BaseModel):
         """
         ids = [pointer.group_id for pointer in self.groups]
         named = {"group_ids": ids} if sum(map(len, ids)) <= KEPT_ID_CHARS else {}
-        fields = self.model_dump(mode="json", exclude={"trace", "groups"})
+        fields = self.model_dump(mode="json", exclude={"groups"})
         return json.dumps({**fields, "num_groups": len(ids), "metrics": dict(metrics), **named})
 
     def is_for(self, settings: NamingSettings) -> bool:

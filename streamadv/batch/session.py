@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from .. import tracing
 from ..algorithms.chain.config import ChainConfig
 from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
-from . import traces
 from .carryover import KLCoefficients
 from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
 from .progress import NamedBatch, Progress
@@ -97,6 +97,6 @@ class Session:
             self.progress.train(record)
             batch = self.progress.batch(record)
             if self.leads:
-                traces.trained(self.run, batch)
+                batch.record_spans(tracing.TRAIN, self.run.name, batch.delivered_ns or tracing.now())
             else:
                 batch.groups.clear()

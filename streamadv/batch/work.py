@@ -37,10 +37,6 @@ class WorkItem(BaseModel):
     late: list[str] = []
     kl_coefficient: float | None = None
     running: Running | None = None
-    trace: str | None = None  # of the batch's record
-
-    def to_json(self) -> str:
-        return self.model_dump_json(exclude={"trace"} if self.trace is None else None)
 
 
 def work_items(record: BatchRecord) -> list[WorkItem]:
@@ -70,7 +66,6 @@ def work_items(record: BatchRecord) -> list[WorkItem]:
             late=record.late,
             kl_coefficient=record.kl_coefficient,
             running=record.running,
-            trace=record.trace,
         )
         for number, (shard, groups) in enumerate(parts)
     ]
@@ -95,7 +90,7 @@ def apply(run: Run, record: BatchRecord, fence: str) -> None:
     items = work_items(record)
     for shard in run.shards:
         groups = [f"{pointer.entry} {pointer.trajectories}" for pointer in record.in_shard(shard.index)]
-        work = [item.to_json() for item in items if item.shard == shard.index]
+        work = [item.model_dump_json() for item in items if item.shard == shard.index]
         for start in range(0, len(groups), APPLY_SLICE):
             part = groups[start : start + APPLY_SLICE]
             is_last = start + APPLY_SLICE >= len(groups)

@@ -161,7 +161,7 @@ def _shared(ticket: Ticket | None, metadata: Mapping[str, Any] | None) -> dict[s
     """What the key leaves out of the ticket."""
     if ticket is None:
         return {"metadata": dict(metadata)} if metadata else {}
-    said: dict[str, Any] = {"data_source": ticket.data_source, "trace": ticket.trace}
+    said: dict[str, Any] = {"data_source": ticket.data_source}
     said["metadata"] = {**ticket.metadata, **(metadata or {})}
     return {name: value for name, value in said.items() if value}
 

@@ -119,8 +119,7 @@ class Turns:
         await asyncio.shield(self._sessions.commit(session, turn))
         if live is not None:
             await live.finish()
-        if tracing.is_on():
-            session.times.append((since, tracing.now()))
+        tracing.record(tracing.TURN, self._sessions.run, [session.ticket.group_id], since)
         figures.TURNS.inc()
         figures.TOKENS.inc(sum(len(one.token_ids) for one in choices))
         figures.ENGINE_SECONDS.observe(engine_s)

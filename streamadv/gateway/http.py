@@ -40,7 +40,8 @@ _ROLLOUT: Final = "/g/{group}/{index}"
 _GROUP: Final = ("group_id", "data_source", "metadata", "redundancy", "role", "round", "deadline_s")
 _ENDING: Final = {
     "reward", "rewards", "reward_later", "status", "metadata", "turn_rewards", "fail", "reason", "cancel",
-    "data_source", "trace",
+    "data_source",
+    "trace",  # of older clients; it says nothing
 }  # fmt: skip
 
 _KINDS: Final = {dict: "an object", str: "text"}
@@ -154,7 +155,7 @@ class Front:
             raise RefusedError(
                 400, "bad_request", f"end: {brief(unknown[0])} is no field, use {', '.join(sorted(_ENDING))}"
             )
-        for name, kind in (("metadata", dict), ("data_source", str), ("trace", str)):
+        for name, kind in (("metadata", dict), ("data_source", str)):
             if said.get(name) is not None and not isinstance(said[name], kind):
                 raise RefusedError(
                     400, "bad_request", f"end: {name} is {brief(said[name])}, needs {_KINDS[kind]}"
@@ -188,13 +189,9 @@ class Front:
             said.get("size", 1), timeout=said.get("timeout_s", ADMISSION_S), **given
         )
         first = group.tickets[0]
-        shared = {
-            name: value for name, value in (("metadata", first.metadata), ("trace", first.trace)) if value
-        }
-        if shared:
-            await Store(self._producer, self._options.idle_s).share(
-                group.group_id, orjson.dumps(shared).decode()
-            )
+        if first.metadata:
+            shared = orjson.dumps({"metadata": first.metadata}).decode()
+            await Store(self._producer, self._options.idle_s).share(group.group_id, shared)
         url = self._options.public_url or f"{request.scheme}://{request.host}"
         handing = Gateway(url, run=self._producer.run, keys=self._keys)
         rollouts = []

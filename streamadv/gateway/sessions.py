@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .. import clock, tracing
+from .. import clock
 from ..errors import StreamadvError
 from ..integrations.engines import Episode
 from ..messages import log_fields, one_line
@@ -67,9 +67,6 @@ class Session:
     seen: float = field(default_factory=clock.now)
     touched: float = -inf  # when its group's deadline was moved on
     cut_at: float | None = None  # a client has gone in the middle of an answer
-    times: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # when turns began and ended here, as `tracing.now`
     is_lost: bool = False  # the server did not know its group
     over: str | None = None
 
@@ -92,6 +89,7 @@ class Sessions:
 
     def __init__(self, producer: AsyncProducer, options: Options, release: Callable[[Session], None]) -> None:
         self._producer, self._options, self._release = producer, options, release
+        self.run = producer.run
         self._store = Store(producer, options.idle_s)
         self._open: dict[str, Session] = {}
         self._opening: dict[str, asyncio.Task[Session]] = {}
@@ -153,13 +151,9 @@ class Sessions:
         if reply.state == "turns":
             source, shared, *records = reply.rest
             said = json.loads(shared) if shared else {}
-            known = {
-                "data_source": source.decode(errors="replace") or None,
-                "metadata": {},
-                "trace": None,
-            } | said
+            known = {"data_source": source.decode(errors="replace") or None, "metadata": {}} | said
             session.ticket = replace(
-                session.ticket, **{name: known[name] for name in ("data_source", "metadata", "trace")}
+                session.ticket, **{name: known[name] for name in ("data_source", "metadata")}
             )
             self._add_all(session, records)
 
@@ -239,9 +233,9 @@ class Sessions:
             return self._over[name][1]
 
     async def _end(self, session: Session, said: Mapping[str, Any]) -> dict[str, Any]:
-        shared = {name: said[name] for name in ("data_source", "trace") if said.get(name)}
+        source = said.get("data_source") or session.ticket.data_source
         metadata = {**session.ticket.metadata, **(said.get("metadata") or {})}
-        ticket = replace(session.ticket, **shared, metadata=metadata)
+        ticket = replace(session.ticket, data_source=source, metadata=metadata)
         rollout = self._producer.rollout(ticket)
         answer: dict[str, Any] = {"turns": len(session.turns), "rows": len(session.episode.rows)}
         answer["breaks"] = session.episode.breaks
@@ -257,16 +251,8 @@ class Sessions:
             code = await rollout.push(**_record(session.episode, said))
             answer |= {"ended": "pushed", "result": code}
             figures.ROWS.inc(len(session.episode.rows))
-        self._record_spans(session, ticket)
         self._forget(session, str(answer["ended"]), answer)
         return answer
-
-    def _record_spans(self, session: Session, ticket: Ticket) -> None:
-        """Spans of the turns, now that the group's trace is known."""
-        context = tracing.context_of(ticket.trace)
-        traces = {} if context is None or not tracing.is_sampled(context) else {ticket.group_id: context}
-        for since, until in session.times:
-            tracing.record(tracing.TURN, self._producer.run, traces, since, until=until)
 
     async def fail(self, session: Session, reason: str, detail: str) -> None:
         """End a rollout that cannot go on."""

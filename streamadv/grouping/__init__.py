@@ -6,6 +6,5 @@ In reading order:
   `scoring_streams.py` (hands packets on).
 - Groups: `grouper.py` and its `housekeeping.py`, with `short_groups.py`.
   `lua/lib/complete.lua` decides how a group ends.
-- Later stages: `groups_log.py` (reads groups), `layout.py` (the members of many groups end to end),
-  `group_traces.py`.
+- Later stages: `groups_log.py` (reads groups), `layout.py` (the members of many groups end to end).
 """

@@ -17,8 +17,7 @@ from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, StreamPacket, read_packet, rewards_of_whole
 from ..store.retry import RETRYABLE, Outage
-from .group_traces import record_grouped, traces_of_entries
-from .housekeeping import Housekeeping, apply_scores, count_ended
+from .housekeeping import Housekeeping, apply_scores, count_ended, record_grouped
 
 STAGE: Final = GROUPER
 LEASE_S: Final = 5.0
@@ -108,6 +107,5 @@ def _take(run: Run, shard: Shard, packets: Sequence[_Arrived]) -> list[str]:
     taken, *ended = shard.call("take", args, group_hashes=map(shard.keys.group, ids), payloads=payloads)
     metrics.entries(STAGE, "acked", taken)
     outcomes = {ids[number - 1]: outcome for number, outcome in count_ended(ended, rewards)}
-    if traces := traces_of_entries(packets):
-        record_grouped(run, traces, since, outcomes)
+    record_grouped(run, ids, since, outcomes)
     return list(outcomes.values())

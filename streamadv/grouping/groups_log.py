@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
-from .. import tracing
 from ..errors import BatchLostError, WireError
 from ..messages import brief, first_problem
 from ..run import Run
@@ -25,7 +24,6 @@ from ..trajectory.columns import COLUMN_NAME
 from ..trajectory.member_table import cut_tables, read_tables
 from ..trajectory.members import NO_MEMBERS, Members, Named, Positions, offsets
 from ..trajectory.packet import StoredPacket
-from .group_traces import first_trace
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
@@ -105,7 +103,6 @@ class LoggedGroup:
     problem: str | None = None  # why the members could not be read
     malformed: bool = False  # it is no group at all
     columns: StoredColumns | None = None  # that all members share
-    trace: bytes | None = None  # context of its trace, where traces are recorded
 
     @property
     def pointer(self) -> Pointer:
@@ -170,9 +167,6 @@ def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup
     """
     prefixes = {shard: keys.shard(shard).payload("") for shard in {entry[0] for entry in entries}}
     parsed = [_parse_entry(keys, prefixes[entry[0]], *entry) for entry in entries]
-    if tracing.is_on():
-        for entry in parsed:
-            entry.group.trace = first_trace(entry.tables)
     _read_members([entry for entry in parsed if not entry.group.malformed])
     return [entry.group for entry in parsed]
 

@@ -12,11 +12,12 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from .. import clock, metrics, tracing
 from ..messages import log_fields
+from ..metrics.instruments import EVALUATED, KEPT
 from ..prompts.stored import give_back_of_lost
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
@@ -27,7 +28,6 @@ from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.packets import MAX_BYTES, is_group_id, is_payload_key
 from ..store.replies import as_count, as_text, replies_of
-from .group_traces import record_ended, traces_of_open
 from .scoring_streams import pass_on_ended
 from .short_groups import ShortGroups
 
@@ -93,10 +93,10 @@ def apply_scores(run: Run, shard: Shard) -> None:
     """Fill in rewards that `producer.score` brought for members taken before, and end the groups that they complete."""
     while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, _is_scored, "no slot of a group"):
         ids, since = [item.partition(b" ")[2].decode() for item in items], tracing.now()
-        traces = traces_of_open(shard, list(dict.fromkeys(ids)))
         group_hashes = map(shard.keys.group, ids)
         ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
-        record_ended(run, traces, since, count_ended(ended))
+        outcomes = dict(count_ended(ended))
+        record_grouped(run, outcomes, since, outcomes)
 
 
 def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
@@ -112,12 +112,12 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
         else:
             reject(shard, shard.keys.open, member, "no id of a group")
     ended: list[tuple[str, str]] = []
-    traces, since = traces_of_open(shard, ids), tracing.now()
+    since = tracing.now()
     while ids:
         args = [*run.manifest.policy_args, *ids]
         looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
         outcomes = count_ended(flat)
-        record_ended(run, traces, since, outcomes)
+        record_grouped(run, dict(outcomes), since, dict(outcomes))
         ended += outcomes
         ids = ids[looked_at:]
     return ended
@@ -170,6 +170,15 @@ def count_ended(ended: Sequence[Any], whole: Sequence[Sequence[float]] = ()) -> 
         groups.append(metrics.EndedGroup(outcome.decode(), as_text(source) or None, figures))
     metrics.groups_ended(groups)
     return [(name, group.outcome) for name, group in zip(names, groups, strict=True)]
+
+
+def record_grouped(run: Run, group_ids: Iterable[str], since: int, outcomes: Mapping[str, str]) -> None:
+    """A span of each group, which has failed where the group is dropped. outcomes: of groups that ended."""
+    kept = (*KEPT, EVALUATED)
+    failed = {
+        group_id: f"dropped: {outcome}" for group_id, outcome in outcomes.items() if outcome not in kept
+    }
+    tracing.record(tracing.GROUP, run.name, group_ids, since, outcomes=outcomes, failed=failed)
 
 
 def _checked_items(

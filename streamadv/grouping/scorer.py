@@ -374,6 +374,6 @@ class Scorer:
             consumer.done([packet.entry for packet in together])
             for packet in together:
                 packet.is_handed_on = True
-                tracing.record(tracing.SCORE, self._run.name, tracing.traces_of([packet]), packet.since)
+                tracing.record(tracing.SCORE, self._run.name, [packet.group_id], packet.since)
                 for item in packet.given_up:
                     self._tries.forget(item)

@@ -22,7 +22,7 @@ from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, read_packet
 from ..store.retry import NotNowError
 from ..trajectory.checked import StepSpan
 from ..trajectory.columns import Array
-from ..trajectory.member_table import encode_table, read_table, trace_of, with_trace
+from ..trajectory.member_table import encode_table, read_table
 from ..trajectory.members import Members
 from ..trajectory.packet import StoredPacket, member_line
 from ..trajectory.payload import Payload
@@ -132,11 +132,6 @@ class WaitingPacket:
     since: int = field(default_factory=tracing.now)
 
     @property
-    def trace(self) -> bytes | None:
-        """The trace context of its group, where traces are recorded."""
-        return trace_of(self.entry.fields[b"table"]) if tracing.is_on() else None
-
-    @property
     def usable(self) -> list[int]:
         """Positions of members that another scorer has not found unscorable."""
         return [position for position, line in enumerate(self.lines) if line.kind == USABLE]
@@ -166,8 +161,7 @@ class WaitingPacket:
                 if line.role != Role.EVAL and not np.isnan(judged[position]):
                     value = float(judged[position])
             text += member_line(line.rollout_index, kind, value, line.role)
-        trace = trace_of(self.entry.fields[b"table"])
-        table = with_trace(encode_table(members, self.stored.columns), trace)
+        table = encode_table(members, self.stored.columns)
         return self.entry._replace(fields={**self.entry.fields, b"members": text.encode(), b"table": table})
 
 

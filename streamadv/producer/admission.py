@@ -152,7 +152,10 @@ class Admission:
             for group_id in (spec.group_id, *call.others):
                 self.leave_unclaimed(call, group_id)
             self._membership.check_open()
-        return [self._traced(ticket, since) for ticket in self._first_tickets(spec, call, reply)]
+        tickets = self._first_tickets(spec, call, reply)
+        ids = (ticket.group_id for ticket in tickets)
+        tracing.record(tracing.BEGIN, self._membership.run, ids, since, rollouts=spec.size)
+        return tickets
 
     def _await_room(self, seconds: float, reply: Reply, shard: int, role: str, place: Place) -> Steps[None]:
         """The pause after a refusal, in line with those who wait for the same."""
@@ -227,13 +230,8 @@ class Admission:
         counts = (spec.size, int(slots), as_count(epoch), model_version)
         shared = (spec.data_source, dict(spec.metadata), spec.role)
         terms = (spec.deadline_s, spec.round, spec.columns)
-        first = Ticket(spec.group_id, 0, *counts, *shared, None, *terms)
+        first = Ticket(spec.group_id, 0, *counts, *shared, *terms)
         return [first, *(replace(first, group_id=group_id) for group_id in call.others[:others])]
-
-    def _traced(self, ticket: Ticket, since: int) -> Ticket:
-        """The ticket with the group's trace, if traces are recorded. since: `tracing.now()` when it was asked for."""
-        trace = tracing.begun(self._membership.run, ticket.group_id, ticket.group_size, since)
-        return ticket if trace is None else replace(ticket, trace=trace)
 
     def call_group_script(
         self,

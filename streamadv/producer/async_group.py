@@ -161,7 +161,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
             rollout._start()
             started = clock.now()
             try:
-                with tracing.inside(self._slots.ticket.trace):
+                with tracing.inside(self._producer.run, self.group_id):
                     result = play()
                     if not inspect.isawaitable(result):
                         raise SettingError(

@@ -189,7 +189,7 @@ class Group(BaseGroup[Rollout]):
             rollout._start()
             started = clock.now()
             try:
-                with tracing.inside(self._slots.ticket.trace):
+                with tracing.inside(self._producer.run, self.group_id):
                     outcome.result = play()
             except Exception as error:
                 outcome.error = error

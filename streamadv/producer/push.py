@@ -12,7 +12,6 @@ from ..errors import Busy, StreamadvError, TrajectoryError
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
 from ..trajectory.checked import Checked
-from ..trajectory.member_table import with_trace
 from ..trajectory.packet import Packet
 from ..trajectory.packet_encoding import encode_packets, ended_packets
 from ..trajectory.schema import Role, Trajectory
@@ -45,7 +44,7 @@ class Pushes:
         check_roles(trajectories, ticket.role)
         spec = GroupSpec.of(ticket)._replace(data_source=trajectories[0].data_source)
         packets = yield from self._encode(trajectories)
-        return (yield from self._send_all(spec, packets, ticket.epoch, None, ticket.trace))
+        return (yield from self._send_all(spec, packets, ticket.epoch, None))
 
     def push_trajectories(self, trajectories: Sequence[Trajectory]) -> Steps[PushResult]:
         """Push trajectories of one group.
@@ -143,7 +142,7 @@ class Pushes:
     def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
         """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
         packets = ended_packets(indices, kind, ticket.role)
-        return self._send_all(GroupSpec.of(ticket), packets, 0, None, ticket.trace)
+        return self._send_all(GroupSpec.of(ticket), packets, 0, None)
 
     def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
         """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.
@@ -189,22 +188,14 @@ class Pushes:
         return result.codes[0]
 
     def _send_all(
-        self,
-        spec: GroupSpec,
-        packets: Sequence[Packet],
-        epoch: int,
-        budget: int | None,
-        trace: str | None = None,
+        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
     ) -> Steps[PushResult]:
         """Send packets of a group in as many calls as it takes, each kept to be sent again.
 
-        budget: as of `Admission.call_group_script`. trace: of the ticket. Raises Busy if there is a budget,
-        TrajectoryError.
+        budget: as of `Admission.call_group_script`. Raises Busy if there is a budget, TrajectoryError.
         """
         rollouts = sum([len(packet.indices) for packet in packets])
-        with tracing.pushing(self._membership.run, spec.group_id, trace, rollouts) as push:
-            if (context := tracing.travelling(trace, push)) is not None:
-                packets = [_with_trace(packet, context) for packet in packets]
+        with tracing.pushing(self._membership.run, spec.group_id, rollouts):
             if self._membership.finished and self._membership.plays is None:
                 yield from self._membership.reopen()
             shard = self._membership.shard_of(spec.group_id)
@@ -313,10 +304,6 @@ class Pushes:
         if kinds.keys() - manifest.columns.keys():
             manifest = yield from self._membership.agree(kinds)
         return [conform(trajectory, manifest.columns, manifest.keys.run) for trajectory in trajectories]
-
-
-def _with_trace(packet: Packet, context: bytes) -> Packet:
-    return packet._replace(table=with_trace(packet.table, context), parts=()) if packet.table else packet
 
 
 def _result(packets: Sequence[Packet], codes: Mapping[int, str]) -> PushResult:

@@ -54,8 +54,6 @@ class Ticket(_Watched):
     metadata: dict[str, Any] = field(default_factory=dict)
     role: str = "train"
     """Of the group: train, or eval."""
-    trace: str | None = None
-    """`traceparent` of the group's trace; None where nobody records traces."""
     deadline_s: float | None = None
     """Seconds from the group's opening, also if a server that has lost it opens it again; None = the run's."""
     round: RoundName | None = None
@@ -67,7 +65,7 @@ class Ticket(_Watched):
         """One line of JSON, for `from_json` in the process that plays the rollout."""
         self.hand_out()
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("trace", "deadline_s", "round", "columns"):
+        for name in ("deadline_s", "round", "columns"):
             if not values[name]:
                 del values[name]
         return json.dumps(values)

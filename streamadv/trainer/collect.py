@@ -10,7 +10,7 @@ from typing import Final
 
 from .. import tracing
 from ..advantage.results import BatchResults, Result, counts_of, misfit, parse_result
-from ..batch import recovery, traces
+from ..batch import recovery
 from ..batch.commit import stored_result
 from ..batch.exclusion import leave_out
 from ..batch.follower import Follower
@@ -83,7 +83,9 @@ class Collector:
         batch.metrics.clear()
         batch.metrics.update(named(figures))
         of_batch = session.progress.batch(record)
-        traces.delivered(session.run, of_batch, computed.layout.groups, since, session.leads)
+        of_batch.delivered_ns = tracing.now()
+        ids = [group.group_id for group in computed.layout.groups if session.leads]
+        tracing.record(tracing.DELIVER, session.run.name, ids, since, k=record.k, batch=record.id)
         self.ready = record, batch
         return batch
 
@@ -113,7 +115,8 @@ class Collector:
         deaths: dict[str, Death] = {}
         for (group_id, _), text in error.problems.items():
             deaths.setdefault(group_id, Death("undecodable", text))
-        traces.unreadable(session.run, record, self._layout.groups, deaths)
+        failed, now = dict.fromkeys(deaths, "dead: undecodable"), tracing.now()
+        tracing.record(tracing.DELIVER, session.run.name, deaths, now, k=record.k, failed=failed)
         session.dead_letter(record, deaths)
         return True
 

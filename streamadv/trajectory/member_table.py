@@ -10,7 +10,7 @@ column. It has one fixed-width record per trajectory; behind the records stands 
     named rewards                              f8, one for each name and member
     entry counts                               u4, one for each name and row: of extra columns that are not per token
     text                                       JSON: names of columns, rewards and entry counts, keys of states
-    trace context                              25 bytes, if the packet's trace is recorded (flag TRACED): `tracing.py`
+    25 bytes that say nothing                  if the packet was written by a release before 0.3 (flag TRACED)
 
 All numbers are little-endian.
 """
@@ -29,7 +29,6 @@ import numpy as np
 
 from ..errors import WireError
 from ..messages import brief, one_line
-from ..tracing import CONTEXT_BYTES
 from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS, Array
 from .fields import MAX_SHORT_TEXT
 from .members import (
@@ -62,6 +61,7 @@ _SIZE_BYTES: Final = 4  # of the first field
 # Flags of a table.
 _MANY_ROWS: Final = 1
 _TRACED: Final = 2
+_CONTEXT_BYTES: Final = 25
 # Flags of a member.
 _ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION | EVAL
 #: Texts up to this size are parsed once: most packets of a run have the same.
@@ -93,22 +93,6 @@ def _text(
 
 
 _cached_text: Final = lru_cache(256)(_text)
-
-
-def with_trace(table: bytes, context: bytes | None) -> bytes:
-    """The member table, which has no trace context, with this one."""
-    if context is None:
-        return table
-    size, count, flags, text_size = _HEAD.unpack_from(table)
-    head = _HEAD.pack(size + CONTEXT_BYTES, count, flags | _TRACED, text_size)
-    return b"".join([head, table[_HEAD.size :], context])
-
-
-def trace_of(table: bytes | memoryview) -> bytes | None:
-    """The trace context in a member table, also in one that is none otherwise."""
-    if len(table) < _HEAD.size + CONTEXT_BYTES or not _HEAD.unpack_from(table)[2] & _TRACED:
-        return None
-    return bytes(table[-CONTEXT_BYTES:])
 
 
 def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:
@@ -200,7 +184,7 @@ def _read_head(raw: bytes | memoryview) -> _Head:
     size, count, flags, text_size = _HEAD.unpack_from(raw)
     if size != len(raw) or flags & ~(_MANY_ROWS | _TRACED) or not 1 <= count <= 2 * MAX_GROUP_SIZE:
         raise WireError(f"member table of {len(raw)} bytes says {size} bytes, {count} members, flags {flags}")
-    text_end = size - (CONTEXT_BYTES if flags & _TRACED else 0)
+    text_end = size - (_CONTEXT_BYTES if flags & _TRACED else 0)
     text_at, rest_at = text_end - text_size, _HEAD.size + count * MEMBER.itemsize
     if text_at < rest_at:
         raise WireError(f"member table of {size} bytes has no room for {count} members and their names")

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 from ..errors import TrajectoryError
 from .checked import Checked, CheckedRow, StepSpan
 from .columns import HEADER, Array
-from .member_table import decode_table, encode_table, trace_of, with_trace
+from .member_table import decode_table, encode_table
 from .members import STEP, members_of, offsets, spans
 from .packet import (
     NBYTES,
@@ -138,7 +138,7 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
         counts = members.entries.get(name, members.rows["tokens"])
         first = offsets(counts)[members.first_row]
         columns[name] = column[spans(first, np.asarray(chosen, np.int64))]
-    table = with_trace(encode_table(members.select(chosen), names), trace_of(packet.table))
+    table = encode_table(members.select(chosen), names)
     size = sum(map(NBYTES, columns.values())) + len(header)
     return Packet(positions, indices, text, table, size, {**columns, HEADER: header})
 
