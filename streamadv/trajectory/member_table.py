@@ -10,7 +10,7 @@ column. It has one fixed-width record per trajectory; behind the records stands 
     named rewards                              f8, one for each name and member
     entry counts                               u4, one for each name and row: of extra columns that are not per token
     text                                       JSON: names of columns, rewards and entry counts, keys of states
-    25 bytes that say nothing                  if the packet was written by a release before 0.3 (flag TRACED)
+    25 bytes that nobody reads                 if a producer of an earlier release has traced it (flag TRACED)
 
 All numbers are little-endian.
 """

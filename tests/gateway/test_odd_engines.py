@@ -170,7 +170,7 @@ async def test_a_launcher_that_says_odd_things_is_told_so(redis_url: str, run: s
             (rollout,) = await gateway.begin()
             await gateway.say(rollout, "hello")
             for said in (
-                {"reward": 1.0, "data_source": 5}, {"reward": 1.0, "trace": 5}, {"reward": 1.0, "rewards": [1]},
+                {"reward": 1.0, "data_source": 5}, {"reward": 1.0, "rewards": [1]},
                 {"reward": [1]}, {"reward": 10**400}, {"reward": 1.0, "status": 5},
                 {"reward": 1.0, "turn_rewards": ["x"]}, {"fail": "why", "reason": 5}, {"reward": 1.0, "metadata": []},
             ):  # fmt: skip

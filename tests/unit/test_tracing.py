@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -21,8 +23,7 @@ from streamadv.producer.tickets import Ticket
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.member_table import decode_table, decode_tables, trace_of, with_trace
-from streamadv.trajectory.packet_encoding import select_members
+from streamadv.trajectory.member_table import decode_tables
 from tests.support import (
     Forward,
     batches_read,
@@ -42,7 +43,6 @@ from tests.support import (
     unscored,
 )
 
-CONTEXT = bytes(range(1, 26))[:24] + b"\x01"
 STEPS = ["begin", "push", "group", "name", "compute", "deliver", "train", "commit"]
 ROW = {"input_ids": [1, 2], "response_mask": [0, 1], "reward": 1.0}
 
@@ -188,32 +188,33 @@ def test_spans_are_named_after_the_conventions_of_messaging(
     }
 
 
-def test_spans_of_a_producer_are_children_of_the_users(
+def test_spans_of_a_producer_have_links_to_the_users(
     fake: Connection, recorded: Recorded, through: Any
 ) -> None:
     with producing(fake, "r") as producer:
         with recorded.tracer.start_as_current_span("episode") as episode:
             push_two(producer)
         through()
-    assert traces_in(recorded.of("g")) == {episode.get_span_context().trace_id}
-    assert [span.parent.span_id for span in recorded.of("g")[:2] if span.parent] == [
-        episode.get_span_context().span_id
-    ] * 2
-
-
-def test_a_push_inside_another_trace_has_a_link_to_that_of_its_group(
-    fake: Connection, recorded: Recorded, through: Any
-) -> None:
-    with producing(fake, "r") as producer:
-        group = producer.begin_group(1, group_id="g")
-        with recorded.tracer.start_as_current_span("turn") as turn:
-            group.push([{**ROW, "rollout_index": 0}])
-        producer.begin_group(1).push([{**ROW, "rollout_index": 0}])
-        through()
     begin, push, *others = recorded.of("g")
-    assert push.context.trace_id == turn.get_span_context().trace_id
-    assert [link.context.span_id for link in push.links] == [begin.context.span_id]
-    assert traces_in(others) == {begin.context.trace_id}
+    assert traces_in([begin, push, *others]) == {begin.context.trace_id}
+    assert [[link.context for link in span.links] for span in (begin, push)] == [
+        [episode.get_span_context()]
+    ] * 2
+    assert episode.get_span_context().trace_id not in traces_in(recorded.of("g"))
+
+
+def test_a_push_inside_a_span_of_the_group_is_its_child(fake: Connection, recorded: Recorded) -> None:
+    def play(rollout: Any) -> None:
+        with recorded.tracer.start_as_current_span("turn"):
+            rollout.push(**ROW)
+
+    with producing(fake, "r") as producer, producer.group(1, group_id="g") as group:
+        group.run(play)
+    (turn,) = [span for span in recorded.spans if span.name == "turn"]
+    _, push = recorded.of("g")
+    assert push.parent is not None
+    assert push.parent.span_id == turn.context.span_id
+    assert list(push.links) == []
 
 
 def test_what_the_user_plays_is_in_the_trace_of_its_group(fake: Connection, recorded: Recorded) -> None:
@@ -242,7 +243,7 @@ def test_a_ticket_carries_the_trace_to_another_process(
     assert len(traces_in(recorded.of("g"))) == 1
 
 
-def test_a_group_that_is_pushed_without_a_ticket_has_the_trace_of_the_push(
+def test_a_group_that_is_pushed_without_a_ticket_has_one_trace(
     fake: Connection, recorded: Recorded, through: Any
 ) -> None:
     with producing(fake, "r") as producer:
@@ -264,17 +265,76 @@ def test_groups_begun_together_have_traces_of_their_own(fake: Connection, record
     assert len(traces_in(recorded.spans)) == 3
 
 
-def test_only_sampled_traces_travel(fake: Connection, monkeypatch: pytest.MonkeyPatch, through: Any) -> None:
-    recorded = record(monkeypatch, sampling.ParentBased(sampling.ALWAYS_OFF))
-    with producing(fake, "r") as producer:
-        group = producer.begin_group(2, group_id="g")
-        assert group.tickets[0].trace is not None  # so that other processes do not record it either
-        group.push([{**ROW, "rollout_index": index} for index in range(2)])
-        push_groups(producer, 1)
-        run = join(fake, "r")
-        tables = [entry[1][b"table"] for entry in fake.scripts.xrange(run.home.keys.rollouts)]
-        assert [trace_of(table) for table in tables] == [None, None]
+class Chosen(sampling.Sampler):
+    """Samples the traces whose ids it is given."""
+
+    def __init__(self, chosen: set[int]) -> None:
+        self.chosen = chosen
+
+    def should_sample(
+        self,
+        parent_context: Any,
+        trace_id: int,
+        name: str,
+        kind: Any = None,
+        attributes: Any = None,
+        links: Any = (),
+    ) -> sampling.SamplingResult:
+        is_chosen = trace_id in self.chosen
+        decision = sampling.Decision.RECORD_AND_SAMPLE if is_chosen else sampling.Decision.DROP
+        return sampling.SamplingResult(decision, attributes)
+
+    def get_description(self) -> str:
+        return "Chosen"
+
+
+@pytest.mark.parametrize("wrap", [sampling.ParentBased, lambda sampler: sampler])
+def test_every_process_decides_alike_which_groups_it_records(
+    wrap: Any, fake: Connection, monkeypatch: pytest.MonkeyPatch, through: Any
+) -> None:
+    with monkeypatch.context() as first, producing(fake, "r") as producer:
+        begun = record(first)
+        push_two(producer)
+        (chosen,) = traces_in(begun.of("g"))
+    recorded = record(monkeypatch, wrap(Chosen({chosen})))  # as another process
+    with producing(fake, "r"):
         through()
+    assert steps_of(recorded.of("g")) == STEPS[2:]
+    assert recorded.of("g2") == []
+    assert traces_in(recorded.spans) == {chosen}
+
+
+def test_a_ratio_chooses_groups_with_all_their_spans(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, through: Any
+) -> None:
+    recorded = record(monkeypatch, sampling.ParentBasedTraceIdRatio(0.5))
+    with (
+        producing(fake, "r") as producer,
+        closing(TrainerQueue(fake, "r", batch_groups=40, commit="each_batch")) as queue,
+    ):
+        for number in range(40):
+            producer.begin_group(1, group_id=f"g{number}").push([{**ROW, "rollout_index": 0}])
+        assert next_batch(queue, join(fake, "r")) is not None
+    counts = [len(recorded.of(f"g{number}")) for number in range(40)]
+    assert set(counts) == {
+        0,
+        len(STEPS) - 2,
+    }  # of 40 groups some are chosen; the batch is not marked as trained
+    assert 8 <= sum(map(bool, counts)) <= 32
+
+
+def test_what_is_played_in_a_group_that_is_not_sampled_is_not_recorded(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = record(monkeypatch, sampling.ParentBased(Chosen(set())))
+
+    def play(rollout: Any) -> None:
+        assert trace.get_current_span().get_span_context().is_valid
+        with recorded.tracer.start_as_current_span("turn"):
+            rollout.push(**ROW)
+
+    with producing(fake, "r") as producer, producer.group(1) as group:
+        group.run(play)
     assert recorded.spans == ()
 
 
@@ -400,7 +460,7 @@ def test_a_push_that_fails_is_marked(fake: Connection, recorded: Recorded) -> No
 # What is foreign or broken
 
 
-def test_a_foreign_entry_with_a_trace_ends_no_grouper(fake: Connection, recorded: Recorded) -> None:
+def test_a_foreign_entry_ends_no_grouper(fake: Connection, recorded: Recorded) -> None:
     with producing(fake, "r") as producer:
         run = join(fake, "r")
         traced = bytes(8) + b"\x02" + bytes(60)
@@ -472,85 +532,26 @@ def test_a_provider_that_cannot_be_loaded_stops_nothing(
 # Where no traces are recorded
 
 
-def test_without_a_provider_nothing_is_added(fake: Connection, through: Any) -> None:
-    with producing(fake, "r") as producer:
-        group = producer.begin_group(2, group_id="g")
-        assert "trace" not in group.tickets[0].to_json()
-        group.push([{**ROW, "rollout_index": index} for index in range(2)])
-        run = join(fake, "r")
-        ((_, fields),) = fake.scripts.xrange(run.home.keys.rollouts)
-        assert trace_of(fields[b"table"]) is None
-        push_groups(producer, 1)
-        with closing(TrainerQueue(fake, "r", batch_groups=2, commit="each_batch")) as queue:
-            group_all(run)
-            with pytest.raises(NoBatchError):
-                queue.next_batch(timeout=0)
-            assert b'"trace"' not in fake.scripts.hget(run.home.keys.batches, "0")
-            ((_, fields),) = fake.scripts.xrange(run.home.keys.work)
-            assert b'"trace"' not in fields[b"work"]
-
-
-def test_a_process_without_a_provider_hands_the_trace_on(
-    fake: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as recording, producing(fake, "r") as producer:
-        recorded = record(recording)
-        ticket = producer.begin_group(1, group_id="g").tickets[0].to_json()
-    with producing(fake, "r") as producer:
-        producer.rollout(Ticket.from_json(ticket)).push(**ROW)
-    ((_, fields),) = fake.scripts.xrange(join(fake, "r").home.keys.rollouts)
-    context = trace_of(fields[b"table"])
-    assert context is not None
-    assert int.from_bytes(context[:16], "big") == recorded.spans[0].context.trace_id
-
-
 def test_nothing_of_opentelemetry_is_imported_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "opentelemetry.trace")
     assert not tracing.is_on()
     assert "opentelemetry.trace" not in sys.modules
 
 
-# What travels
-
-
-def test_a_member_table_carries_a_trace() -> None:
+def test_a_member_table_of_an_older_release_is_read() -> None:
+    """It ends with 25 bytes of context, and its flags say so."""
     (packet,) = packets_of([trajectory("g", index) for index in range(2)], 1 << 20)
-    traced = with_trace(packet.table, CONTEXT)
-    assert len(traced) == len(packet.table) + tracing.CONTEXT_BYTES
-    assert (trace_of(packet.table), trace_of(traced)) == (None, CONTEXT)
-    for decoded, columns in (decode_table(packet.table), decode_table(traced)):
-        assert decoded.table["index"].tolist() == [0, 1]
-        assert "input_ids" in columns
-    together = decode_tables([traced, packet.table])
-    assert together is not None
+    size, count, flags, text_size = struct.unpack_from("<IIII", packet.table)
+    head = struct.pack("<IIII", size + 25, count, flags | 2, text_size)
+    older = head + packet.table[16:] + bytes(range(25))
+    together = decode_tables([older, packet.table])
     assert together.counts == [2, 2]
-    assert trace_of(select_members(packet._replace(table=traced), [1]).table) == CONTEXT
+    assert together.columns[0] == together.columns[1]
+    assert together.members.table["index"].tolist() == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xff" * 10, b"\xff" * 16, b"\xff" * 40])
-def test_what_is_no_table_has_no_trace_that_breaks_anything(raw: bytes, recorded: Recorded) -> None:
-    context = trace_of(raw)
-    tracing.record(tracing.GROUP, "r", {} if context is None else {"g": context}, tracing.now())
-
-
-@pytest.mark.parametrize("context", [bytes(25), b"short"])
-def test_a_context_that_is_none_makes_no_span(context: bytes, recorded: Recorded) -> None:
-    tracing.record(tracing.GROUP, "r", {"g": context}, tracing.now())
-    assert recorded.spans == ()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "00-0-0-01", "01" * 30, "00-" + "0" * 32 + "-" + "0" * 16 + "-01", None]
-)
-def test_a_traceparent_that_is_none_begins_a_trace(
-    text: str | None, fake: Connection, recorded: Recorded
-) -> None:
+def test_a_ticket_of_an_older_release_is_read(fake: Connection) -> None:
     with producing(fake, "r") as producer:
-        ticket = producer.begin_group(1, group_id="g").tickets[0]
-        rollout = producer.rollout(Ticket(**{**_fields(ticket), "trace": text}))
-        assert rollout.push(**ROW) == "pushed"
-    assert recorded.of("g")[1].parent is None
-
-
-def _fields(ticket: Ticket) -> dict[str, Any]:
-    return {name: getattr(ticket, name) for name in Ticket.__match_args__}
+        text = producer.begin_group(1, group_id="g").tickets[0].to_json()
+        older = json.dumps(json.loads(text) | {"trace": "00-abc"})
+        assert producer.rollout(Ticket.from_json(older)).push(**ROW) == "pushed"

@@ -18,9 +18,7 @@ from streamadv.gateway.keys import MAX_KEY
 from streamadv.producer.tickets import Ticket, new_group_id
 
 OLD, NEW = "the secret of last year", "the secret of this year"
-TICKET = Ticket(
-    new_group_id(), 3, 8, 10, 5, 41, metadata={"answer": "forty-two"}, trace="00-abc", deadline_s=600
-)
+TICKET = Ticket(new_group_id(), 3, 8, 10, 5, 41, metadata={"answer": "forty-two"}, deadline_s=600)
 
 
 @given(
