@@ -82,7 +82,7 @@ def traces_in(spans: Sequence[ReadableSpan]) -> set[int]:
 
 def record(
     monkeypatch: pytest.MonkeyPatch,
-    sampler: sampling.Sampler = sampling.ALWAYS_ON,
+    sampler: sampling.Sampler = sampling.DEFAULT_ON,
     processor: SpanProcessor | None = None,
 ) -> Recorded:
     """Set a provider for this test; a global one could not be taken back."""
@@ -203,6 +203,15 @@ def test_spans_of_a_producer_have_links_to_the_users(
     assert episode.get_span_context().trace_id not in traces_in(recorded.of("g"))
 
 
+def test_a_users_span_that_is_not_sampled_decides_about_no_group(
+    fake: Connection, recorded: Recorded
+) -> None:
+    users = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
+    with producing(fake, "r") as producer, trace.use_span(users):
+        push_two(producer)
+    assert steps_of(recorded.of("g")) == STEPS[:2]
+
+
 def test_a_push_inside_a_span_of_the_group_is_its_child(fake: Connection, recorded: Recorded) -> None:
     def play(rollout: Any) -> None:
         with recorded.tracer.start_as_current_span("turn"):
@@ -266,10 +275,10 @@ def test_groups_begun_together_have_traces_of_their_own(fake: Connection, record
 
 
 class Chosen(sampling.Sampler):
-    """Samples the traces whose ids it is given."""
+    """Samples the traces of these ids, or all others."""
 
-    def __init__(self, chosen: set[int]) -> None:
-        self.chosen = chosen
+    def __init__(self, ids: set[int], others: bool = False) -> None:
+        self.ids, self.others = ids, others
 
     def should_sample(
         self,
@@ -280,7 +289,7 @@ class Chosen(sampling.Sampler):
         attributes: Any = None,
         links: Any = (),
     ) -> sampling.SamplingResult:
-        is_chosen = trace_id in self.chosen
+        is_chosen = (trace_id in self.ids) != self.others
         decision = sampling.Decision.RECORD_AND_SAMPLE if is_chosen else sampling.Decision.DROP
         return sampling.SamplingResult(decision, attributes)
 
@@ -302,6 +311,21 @@ def test_every_process_decides_alike_which_groups_it_records(
     assert steps_of(recorded.of("g")) == STEPS[2:]
     assert recorded.of("g2") == []
     assert traces_in(recorded.spans) == {chosen}
+    assert [link for span in recorded.spans for link in span.links] == []  # their batch is not sampled
+
+
+def test_a_batch_has_links_to_those_of_its_groups_that_are_sampled(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch, through: Any
+) -> None:
+    with producing(fake, "r") as producer:
+        with monkeypatch.context() as first:
+            begun = record(first)
+            push_two(producer)
+        recorded = record(monkeypatch, Chosen(traces_in(begun.of("g2")), others=True))
+        through()
+    name, *_ = recorded.of_batches()
+    assert {link.context.trace_id for link in name.links} == traces_in(recorded.of("g"))
+    assert len(name.links) == 1
 
 
 def test_a_ratio_chooses_groups_with_all_their_spans(
