@@ -55,9 +55,8 @@ class Stream:
         with self._lock:
             if index in self._kept:
                 return self._kept[index]
-            if (
-                index < self._next or self._process != os.getpid()
-            ):  # a fork shares files, and where they are read
+            # A fork shares open files, and the places at which they are read.
+            if index < self._next or self._process != os.getpid():
                 self._process = os.getpid()
                 self._iterator, self._next = iter(self._source), 0
             while True:
