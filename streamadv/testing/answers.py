@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a group may wait for admission when nothing fails.
 ADMISSION_S: Final = 75.0
+#: Of a shard's clock at most, when the server's jumps: `lua/lib/clock.lua`.
+STEP_S: Final = 5.0
 
 
 class Answers:
@@ -28,11 +30,13 @@ class Answers:
         if life.process.dead:
             return
         now = self._world.time
+        # The shard's clock follows a jump of the server's so far.
+        ahead = sum(min(by, STEP_S) for at, by in self._world.jumps if at >= group.begun and by > 0)
         if (
             code == "late"
             and group.whole
             and group.role == "train"
-            and now < group.begun + group.deadline_s - 0.5
+            and now < group.begun + group.deadline_s - 0.5 - ahead
             and not was_untouched(self._pipeline, group)
         ):
             after = f"{now - group.begun:.1f} s after its beginning"

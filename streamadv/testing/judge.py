@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from ..prompts.spec import identity
-from ..prompts.stored import read, read_sets
+from ..prompts.stored import Stored, read, read_sets
 from ..run import Run, find_run
 from ..run.heartbeats import HEARTBEAT_S
 from ..status import problems_of, read_shards
@@ -216,11 +216,7 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     twice = [place for place, count in Counter(places).items() if count > 1]
     if twice and not _may_train_twice(pipeline):
         yield f"P11: {twice[:4]} are in the weights twice"
-    sets = read_sets(run)
-    if not sets:
-        yield "P11: the run has no prompts"
-        return
-    stored = read(run, sets[0])
+    sets = {prompts.name: read(run, prompts) for prompts in read_sets(run)}
     # A job that commits each batch begins anew from an older checkpoint, maybe after all producers have finished.
     may_be_unplayed = pipeline.world.lost or min(pipeline.prompts_over, default=0.0) <= pipeline.opened_at
     if pipeline.scene.each_batch and pipeline.jobs > 1 and may_be_unplayed:
@@ -228,9 +224,19 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     # What the server loses after that comes back to nobody.
     if any(lost >= over for lost, _ in pipeline.world.lost for over in pipeline.prompts_over):
         return
+    for each in pipeline.prompts:
+        name = each.set.name
+        trained = {prompt for prompt, _ in places if prompt.startswith(f"prompt:{name}:")}
+        if name in sets:
+            yield from _prompts_of(pipeline, len(each), sets[name], len(trained))
+        else:
+            yield f"P11: the run has no prompts {name}"
+
+
+def _prompts_of(pipeline: Pipeline, count: int, stored: Stored, trained: int) -> Iterator[str]:
+    """As `_prompts`, of one set of so many prompts, of which so many are in the weights."""
     if not stored.is_over:
         yield f"P11: after the end {len(stored.entries)} prompts are begun, of {stored.following} {stored.entries}"
-    trained = {prompt for prompt, _ in places}
     ends = Counter[str]()
     for counter, number in stored.counters.items():
         ends[counter.partition(":")[0].partition(" ")[0]] += number
@@ -239,11 +245,11 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
         yield f"P11: {lost} prompts have ended as lost, and no server has lost anything"
     given_up = ends["given_up"] + ends["filtered"] + ends["skipped"]
     # After a loss a group that is in the weights may be pushed again in part, and expire.
-    missing = len(pipeline.prompts) - len(trained) - given_up
+    missing = count - trained - given_up
     if missing > 0 or (missing and not pipeline.world.lost):
-        yield f"P11: of {len(pipeline.prompts)} prompts {len(trained)} are in the weights, {dict(stored.counters)}"
-    if not (pipeline.world.lost or pipeline.scene.each_batch) and ends["trained"] != len(trained):
-        yield f"P11: {len(trained)} prompts are in the weights, the run says {dict(stored.counters)}"
+        yield f"P11: of {count} prompts {trained} are in the weights, {dict(stored.counters)}"
+    if not (pipeline.world.lost or pipeline.scene.each_batch) and ends["trained"] != trained:
+        yield f"P11: {trained} prompts are in the weights, the run says {dict(stored.counters)}"
 
 
 def _may_hear_of_both(pipeline: Pipeline) -> bool:

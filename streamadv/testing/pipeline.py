@@ -62,8 +62,11 @@ KEEP: Final = "1.0 1.0 1.0 1.0"
 ARCHIVE_BYTES: Final = 12_000
 
 
-def prompts_of(scene: Scene) -> Prompts:
-    """The prompts of a scene, in two sources whose shares are selected after each batch. In some every group solves."""
+def prompts_of(scene: Scene) -> list[Prompts]:
+    """The sets of prompts of a scene.
+
+    The first has two sources whose shares are selected after each batch; in some scenes every group solves its prompt.
+    """
 
     def select(seen: Mapping[str, TriesSeen]) -> Mapping[str, float]:
         return {"a": 1 + seen["b"].tries % 2, "b": seen["a"].tries % 2}
@@ -75,7 +78,9 @@ def prompts_of(scene: Scene) -> Prompts:
         "select": select,
         "select_every": 1,
     }
-    return Prompts({"a": of[:-2], "b": of[-2:]}, epochs=EPOCHS, **options)
+    first = Prompts({"a": of[:-2], "b": of[-2:]}, epochs=EPOCHS, **options)
+    more = range(scene.more_prompts)
+    return [first, Prompts(more, epochs=1, name="more")] if more else [first]
 
 
 class Pipeline:

@@ -14,6 +14,7 @@ from ..gateway.refusals import RefusedError
 from ..gateway.sessions import Session, Sessions
 from ..gateway.turns import Turn
 from ..integrations.engines import Completion
+from ..prompts import Prompts
 from ..trajectory.schema import Trajectory, parse_trajectory
 from .scene import SECOND_SCORE, SLOW_S, Group, Life, Violation
 
@@ -213,10 +214,11 @@ class Blocking(_Play):
     def do_eval(self) -> None:
         self._pushed(self.pipeline.plan_group(self.prefix, role="eval"), (0, 1))
 
-    def do_prompts(self, leaves: int) -> None:
-        """All prompts of the run, together with the other producers; or only so many, unless 0."""
-        iterator = self.producer.prompts(self.pipeline.prompts, 2)
-        for number, (index, begun) in enumerate(iterator, 1):
+    def do_prompts(self, prompts: Prompts, leaves: int) -> None:
+        """All prompts of the set, together with the other producers; or only so many, unless 0."""
+        iterator = self.producer.prompts(prompts, 2)
+        for index, begun in iterator:
+            leaves -= 1
             group = self.pipeline.plan_group(begun.group_id, whole=False)
             for rollout in begun:
                 self.needed = self.of_prompt(index, begun)
@@ -224,7 +226,7 @@ class Blocking(_Play):
                     rollout.fail()
                 else:
                     self._played(group, rollout, 0.1)
-            if number == leaves:
+            if leaves == 0:
                 self.pipeline.left.append(iterator)
                 return
         self.pipeline.prompts_over.append(self.world.time)
@@ -274,8 +276,8 @@ class Asyncio(_Play):
         for rollout in begun:
             await self._played(group, rollout)
 
-    async def do_prompts(self, leaves: int) -> None:
-        iterator = self.producer.prompts(self.pipeline.prompts, 2)
+    async def do_prompts(self, prompts: Prompts, leaves: int) -> None:
+        iterator = self.producer.prompts(prompts, 2)
         async for index, begun in iterator:
             leaves -= 1
             group = self.pipeline.plan_group(begun.group_id, whole=False)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import doors
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
 from ..producer.replies import LOST_GROUPS_FIRST
+from ..prompts import Prompts
 from .excuses import is_quiet
 from .players import Asyncio, Blocking
 from .scene import RUN, Life
@@ -42,17 +44,8 @@ class Producing:
             return
         with producer:
             self._opened(life)
-            first, *others = plan["hands"]
-            hands = [
-                doors.Thread(target=self._hand, args=(due, producer, life), name="hand") for due in others
-            ]
-            for hand in hands:
-                hand.start()
-            self._hand(first, producer, life)
-            for hand in hands:
-                hand.join()
-            if self._pipeline.scene.prompts:
-                Blocking(self._pipeline, producer, life, f"p{self._number}", 0.0).do_prompts(plan["leaves"])
+            self._at_once([partial(self._hand, due, producer, life) for due in plan["hands"]])
+            self._at_once([partial(self._prompts, prompts, producer, life) for prompts in self._sets])
             if plan["ends"] == "finish":
                 life.finishes = True
                 producer.finish()
@@ -70,9 +63,9 @@ class Producing:
         async with producer as opened:
             self._opened(life)
             await asyncio.gather(*(self._async_hand(due, opened, life) for due in plan["hands"]))
-            if self._pipeline.scene.prompts:
-                player = Asyncio(self._pipeline, opened, life, f"p{self._number}", 0.0)
-                await player.do_prompts(plan["leaves"])
+            players = [Asyncio(self._pipeline, opened, life, f"p{self._number}", 0.0) for _ in self._sets]
+            played = zip(players, self._sets, strict=True)
+            await asyncio.gather(*(player.do_prompts(each, plan["leaves"]) for player, each in played))
             if plan["ends"] in ("finish", "serve"):
                 life.finishes = True
                 await opened.finish()
@@ -82,6 +75,24 @@ class Producing:
             life.closed = world.time
             world.moment()
         self._left(life, producer)
+
+    @property
+    def _sets(self) -> list[Prompts]:
+        return self._pipeline.prompts if self._pipeline.scene.prompts else []
+
+    def _prompts(self, prompts: Prompts, producer: Producer, life: Life) -> None:
+        player = Blocking(self._pipeline, producer, life, f"p{self._number}", 0.0)
+        player.do_prompts(prompts, self._plan["leaves"])
+
+    def _at_once(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Each in a thread of its own, the first one here."""
+        threads = [doors.Thread(target=call, name="hand") for call in calls[1:]]
+        for thread in threads:
+            thread.start()
+        for call in calls[:1]:
+            call()
+        for thread in threads:
+            thread.join()
 
     def _hand(self, due: Any, producer: Producer, life: Life) -> None:
         """One of its threads."""

@@ -114,6 +114,8 @@ class Scene:
     """Whether the run keeps everything until it is archived."""
     prompts: int
     """How many prompts all producers play for two epochs, after what each does by itself."""
+    more_prompts: int
+    """How many prompts of another set they play at the same time."""
     groupers: int
     successor_s: float
     """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
@@ -199,7 +201,7 @@ def draw_scene(world: World) -> Scene:
         folder=pick("folder", False, True, often=4 * FEATURE),
         is_narrow=pick("is_narrow", False, True, often=2 * FEATURE),
         archive=pick("archive", False, True, often=2 * FEATURE),
-        prompts=pick("prompts", 0, 5, often=4 * FEATURE),
+        prompts=(prompts := pick("prompts", 0, 5, often=4 * FEATURE)),
         groupers=pick("groupers", 1, 2, often=3 * FEATURE),
         successor_s=pick("successor_s", 0.0, 6.0, 12.0, 25.0, often=3 * FEATURE),
         stops_after=pick("stops_after", 0, 1, 3, often=FEATURE),
@@ -207,4 +209,5 @@ def draw_scene(world: World) -> Scene:
         in_parts=pick("in_parts", False, True, often=4 * FEATURE),
         behind=pick("behind", False, True, often=2 * FEATURE),
         calm_s=pick("calm_s", 60.0, *(() if is_large else (10.0, 20.0, 20.0, 30.0))),
+        more_prompts=pick("prompts/more", 0, 3, often=0.3) if prompts else 0,
     )
