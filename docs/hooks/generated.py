@@ -145,11 +145,11 @@ def metrics(whose: str) -> str:
         item for item in vars(instruments).values() if isinstance(item, MetricWrapperBase | ArrayHistogram)
     ]
     rows = []
-    described = [(item, family) for item in own for family in item.describe()]
+    described = [(item, family) for item in own for family in item.collect()]
     if whose == "run":
         described = [(family, family) for family in exported.families().values()]
     else:
-        waits = (*instruments.WAITS.describe(), *instruments.BLOCKED.describe())
+        waits = (*instruments.WAITS.collect(), *instruments.BLOCKED.collect())
         described = [*((family, family) for family in waits), *described]
     for labelled, family in described:
         name = family.name + "_total" * (family.type == "counter")

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from .. import losses, weights
+from .. import losses
 from .policy import Policy, log_probs_and_entropy
 
 CLIP_RATIO: Final = 0.2
@@ -36,27 +34,14 @@ def new_optimizer(policy: Policy) -> torch.optim.AdamW:
 
 def save_learning(file: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Write weights and optimiser."""
-    moments = {
-        f"optimizer/{index}/{name}": value
-        for index, entries in optimizer.state_dict()["state"].items()
-        for name, value in entries.items()
-    }
-    weights.save(file, {f"policy/{name}": value for name, value in policy.state_dict().items()} | moments)
+    torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}, file)
 
 
 def load_learning(file: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Restore what `save_learning` has written."""
-    state: dict[str, Tensor] = {}
-    moments: dict[int, dict[str, Tensor]] = {}
-    for name, value in load_file(file).items():
-        kind, _, rest = name.partition("/")
-        if kind == "policy":
-            state[rest] = value
-        else:
-            index, _, moment = rest.partition("/")
-            moments.setdefault(int(index), {})[moment] = value
-    policy.load_state_dict(state)
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    state = torch.load(file, weights_only=True)
+    policy.load_state_dict(state["policy"])
+    optimizer.load_state_dict(state["optimizer"])
 
 
 def update(

@@ -23,7 +23,7 @@ from .policy import Policy, seeded_policy
 from .settings import BATCH_GROUPS, EVALUATE_EVERY, DemoSettings
 
 CHECKPOINT_EVERY: Final = 5  # updates
-WEIGHTS: Final = "learning.safetensors"
+LEARNING: Final = "learning.pt"
 TOKENS_PER_MICRO_BATCH: Final = 65536
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     metrics.serve(load_settings().metrics_port, settings.run)
     checkpoints = directory / "checkpoints"
     if (path := queue.resume(checkpoints)) is not None:
-        load_learning(path / WEIGHTS, policy, optimizer)
+        load_learning(path / LEARNING, policy, optimizer)
     version = queue.state_dict()["version"]
     publish(directory, version, policy)
     messages.send("published", version=version)
@@ -74,7 +74,7 @@ def publish(directory: Path, version: int, policy: Policy) -> str:
 def save(queue: Any, checkpoints: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """What the checkpoint holds is trained: only now is the data deleted."""
     with queue.checkpoint(checkpoints, keep=1) as path:
-        save_learning(path / WEIGHTS, policy, optimizer)
+        save_learning(path / LEARNING, policy, optimizer)
 
 
 def report(batch: Any, kl: float) -> dict[str, Any]:

@@ -76,9 +76,6 @@ class ArrayHistogram(Collector):
             self._counts += counts
             self._sum += total
 
-    def describe(self) -> Iterator[Metric]:
-        yield HistogramMetricFamily(self._name, self._documentation)
-
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             cumulated, total = self._counts.cumsum().tolist(), self._sum
@@ -109,11 +106,18 @@ class Waits(Collector):
                 waited = clock.now() - self._began[stage].pop(token)
                 self._total[stage] = self._total.get(stage, 0.0) + waited
 
-    def describe(self) -> Iterator[Metric]:
-        yield from self._families()
-
     def collect(self) -> Iterator[Metric]:
-        total, longest = self._families()
+        total = CounterMetricFamily(
+            "streamadv_wait_seconds",
+            "Time spent waiting, counted while it lasts: of a producer for admission or room, of a rank of the "
+            "trainer for its next batch, of a worker for entries. Its rate is the number that wait.",
+            labels=["stage"],
+        )
+        longest = GaugeMetricFamily(
+            "streamadv_waiting_seconds",
+            "How long the longest such wait lasts now, 0 while none does.",
+            labels=["stage"],
+        )
         with self._lock:
             now = clock.now()
             for stage in self._stages:
@@ -122,21 +126,6 @@ class Waits(Collector):
                 longest.add_metric([stage], max(going_on, default=0.0))
         yield total
         yield longest
-
-    def _families(self) -> tuple[CounterMetricFamily, GaugeMetricFamily]:
-        return (
-            CounterMetricFamily(
-                "streamadv_wait_seconds",
-                "Time spent waiting, counted while it lasts: of a producer for admission or room, of a rank of the "
-                "trainer for its next batch, of a worker for entries. Its rate is the number that wait.",
-                labels=["stage"],
-            ),
-            GaugeMetricFamily(
-                "streamadv_waiting_seconds",
-                "How long the longest such wait lasts now, 0 while none does.",
-                labels=["stage"],
-            ),
-        )
 
 
 class Blocked(Collector):
@@ -147,22 +136,17 @@ class Blocked(Collector):
         self.blockers: Blockers = tuple
         self._stages = stages
 
-    def describe(self) -> Iterator[Metric]:
-        yield self._family()
-
     def collect(self) -> Iterator[Metric]:
-        family, stages = self._family(), set(self._stages)
-        found = {(who.partition(" ")[0], reason) for who, reason in self.blockers()}
-        for stage, reason in sorted(
-            {(who if who in stages else OTHER_STAGE, reason) for who, reason in found}
-        ):
-            family.add_metric([stage, reason], 1.0)
-        yield family
-
-    def _family(self) -> GaugeMetricFamily:
-        return GaugeMetricFamily(
+        family = GaugeMetricFamily(
             "streamadv_blocked",
             '1 while this stage of the process waits for this reason, for more than a second; "Troubleshooting" lists '
             "reasons and remedies. Reasons that do not hold have no series.",
             labels=["stage", "reason"],
         )
+        stages, found = set(self._stages), set()
+        for who, reason in self.blockers():
+            stage = who.partition(" ")[0]
+            found.add((stage if stage in stages else OTHER_STAGE, reason))
+        for pair in sorted(found):
+            family.add_metric(pair, 1.0)
+        yield family

@@ -107,7 +107,7 @@ def test_every_metric_declared_can_be_reported() -> None:
     own = [
         item for item in vars(instruments).values() if isinstance(item, MetricWrapperBase | ArrayHistogram)
     ]
-    declared = {family.name for collector in own for family in collector.describe()}
+    declared = {family.name for collector in own for family in collector.collect()}
     families = text_string_to_metric_families(generate_latest(metrics.REGISTRY).decode())
     assert declared <= {family.name for family in families if family.samples}
 
