@@ -19,11 +19,14 @@ from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
 from ..run.kept import share_kept
 from ..run.manifest import RunSettings
+from ..status.kept import read_trajectories
 from ..status.prompts import read_progress, tried
+from ..status.seen import SeenGroup
 from ..status.turns import advantage_range
 from ..status.why import why
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
+from ..trajectory.schema import Trajectory
 from .again import compute_again
 from .board import Board
 from .book import PAGE, Book, Choice, Line, batches_of, facets, histogram
@@ -33,8 +36,6 @@ from .rollouts import (
     batch_view,
     find,
     panel_text,
-    rollout,
-    rollout_of,
     search,
     side_by_side,
     tokens_of,
@@ -241,46 +242,44 @@ class Screens:
         return self._page("group.html", title=group_id, start=start, most=MAX_MEMBERS, **found)
 
     async def tokens(self, request: web.Request) -> web.Response:
-        group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
-        lines, _ = await self._lines()
+        group_id, index = _rollout_in(request)
 
-        def question(desk: Desk) -> dict[str, Any] | None:
-            group = find(desk.run, lines, group_id)
-            each = None if group is None else rollout_of(desk.run, group, index)
-            if group is None or each is None:
-                return None
+        def look(_: Desk, group: SeenGroup, each: Trajectory) -> dict[str, Any]:
             indices = [member.rollout_index for member in group.members]
             return {"rollout": each, "advantages": advantage_range(each), "indices": indices}
 
-        if (found := await self._rows.ask(question)) is None:
+        if (found := await self._of_rollout(request, look)) is None:
             return self._gone(group_id, index)
         found |= {"group_id": group_id, "index": index, "panels": sorted(self._panels)}
         return self._page("tokens.html", title=f"{group_id}/{index}", **found)
 
-    async def panel(self, request: web.Request) -> web.Response:
-        """What a package's panel makes of a rollout."""
-        group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
-        if (render := self._panels.get(request.query.get("name", ""))) is None:
-            raise web.HTTPNotFound(text="no package has this panel")
+    async def _of_rollout(
+        self, request: web.Request, look: Callable[[Desk, SeenGroup, Trajectory], T]
+    ) -> T | None:
+        """What `look` makes of the rollout that is asked for, and its group; None if it is not there."""
+        group_id, index = _rollout_in(request)
         lines, _ = await self._lines()
 
-        def question(desk: Desk) -> str | None:
-            each = rollout(desk.run, lines, group_id, index)
-            return None if each is None else panel_text(render, each)
+        def question(desk: Desk) -> T | None:
+            group = find(desk.run, lines, group_id)
+            found = [] if group is None else read_trajectories(desk.run, group)
+            each = next((each for each in found if each.rollout_index == index), None)
+            return None if group is None or each is None else look(desk, group, each)
 
-        text = await self._rows.ask(question)
+        return await self._rows.ask(question)
+
+    async def panel(self, request: web.Request) -> web.Response:
+        """What a package's panel makes of a rollout."""
+        if (render := self._panels.get(request.query.get("name", ""))) is None:
+            raise web.HTTPNotFound(text="no package has this panel")
+        text = await self._of_rollout(request, lambda _, __, each: panel_text(render, each))
         return web.Response(text=text or "", content_type="text/html", headers=PANEL_HEADERS)
 
     async def columns(self, request: web.Request) -> web.Response:
         """The tokens of a rollout with all their columns, as JSON."""
-        group_id, index = request.query.get("id", ""), _whole(request, "index", 0)
-        lines, _ = await self._lines()
-
-        def question(desk: Desk) -> dict[str, Any] | None:
-            each = rollout(desk.run, lines, group_id, index)
-            return None if each is None else tokens_of(each, desk.texts)
-
-        if (found := await self._rows.ask(question)) is None:
+        found = await self._of_rollout(request, lambda desk, _, each: tokens_of(each, desk.texts))
+        if found is None:
+            group_id, index = _rollout_in(request)
             raise web.HTTPNotFound(text=f"no rollout {index} of group {group_id!r}")
         response = web.json_response(found)
         response.enable_compression()
@@ -394,6 +393,11 @@ def _choice(request: web.Request) -> Choice:
         return Choice.of(request.query)
     except SettingError as error:
         raise web.HTTPBadRequest(text=str(error)) from None
+
+
+def _rollout_in(request: web.Request) -> tuple[str, int]:
+    """The group and the rollout that are asked for."""
+    return request.query.get("id", ""), _whole(request, "index", 0)
 
 
 def _whole(request: web.Request, name: str, default: int) -> int:

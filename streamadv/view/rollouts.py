@@ -74,17 +74,6 @@ def find(run: Run, lines: Sequence[Line], group_id: str) -> SeenGroup | None:
     return find_group(run, group_id) if line is None else read_again(run, line)
 
 
-def rollout_of(run: Run, group: SeenGroup, index: int) -> Trajectory | None:
-    """One rollout of the group."""
-    return next((each for each in read_trajectories(run, group) if each.rollout_index == index), None)
-
-
-def rollout(run: Run, lines: Sequence[Line], group_id: str, index: int) -> Trajectory | None:
-    """One rollout of the group of this id."""
-    group = find(run, lines, group_id)
-    return None if group is None else rollout_of(run, group, index)
-
-
 def search(run: Run, lines: Sequence[Line], text: str, texts: Ids) -> tuple[list[Line], int]:
     """Those of the groups that have this text in a rollout, in any case; and how many were searched, the first ones."""
     until, wanted, found, count = clock.now() + SEARCH_S, text.casefold(), list[Line](), 0
