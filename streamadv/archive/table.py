@@ -13,7 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic_core import to_json
@@ -73,8 +72,7 @@ class TableFile:
     """A file that is being written."""
 
     def __init__(self, path: Path, kinds: Mapping[str, str]) -> None:
-        self.kinds = dict(kinds)
-        self._schema = _schema(self.kinds)
+        self._schema = _schema(kinds)
         texts = [name for name, kind in _FIELDS.items() if kind == _TEXT]
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=texts)
         self._waiting: list[pa.Table] = []
@@ -82,7 +80,7 @@ class TableFile:
     def write(self, groups: Sequence[Archived]) -> None:
         """Append groups."""
         lines = [line for group in groups for line in _lines_of(group)]
-        self._waiting.append(_table(self._schema, self.kinds, lines))
+        self._waiting.append(pa.Table.from_pylist(lines, schema=self._schema))
         if sum(table.nbytes for table in self._waiting) >= ROW_GROUP_BYTES:
             self._flush()
 
@@ -100,7 +98,7 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
     """The trajectories of a file. Raises TrajectoryError."""
     try:
         with pq.ParquetFile(path) as file:
-            kinds = _kinds(file.schema_arrow)
+            kinds = json.loads((file.schema_arrow.metadata or {})[KINDS])
             lines = _read(file, [name for name in file.schema_arrow.names if name != "entry_fields"])
             whole = (line for line in lines if line["rollout_index"] is not None and line["problem"] is None)
             for _, rows in groupby(whole, key=lambda line: (line["group_id"], line["rollout_index"])):
@@ -201,29 +199,8 @@ def _fields_of(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _columns_of(row: Row) -> dict[str, Any]:
-    extras = {f"{EXTRA}{name}": column.data for name, column in row.extras.items()}
+    extras = {f"{EXTRA}{name}": column.data.ravel() for name, column in row.extras.items()}
     return {"agent": row.agent, "row_reward": row.reward, **row.columns, **extras}
-
-
-def _table(schema: pa.Schema, kinds: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> pa.Table:
-    columns = []
-    for field in schema:
-        values = [line.get(field.name) for line in lines]
-        if field.name in _FIELDS:
-            columns.append(pa.array(values, field.type))
-        else:
-            columns.append(_lists(values, field.type))
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _lists(values: Sequence[Array | None], kind: pa.ListType) -> pa.ListArray:
-    """Arrays as one column of lists, flat, without a Python object for each number."""
-    lengths = [0 if value is None else value.size for value in values]
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    dtype = kind.value_type.to_pandas_dtype()
-    flat = np.concatenate([np.zeros(0, dtype), *(value.ravel() for value in values if value is not None)])
-    nulls = pa.array([value is None for value in values])
-    return pa.ListArray.from_arrays(bounds, pa.array(flat, kind.value_type), kind, mask=nulls)
 
 
 def _json(value: Any) -> str | None:
@@ -248,10 +225,6 @@ def _unpacked(raw: bytes) -> dict[bytes, bytes]:
 # Reading
 
 
-def _kinds(schema: pa.Schema) -> dict[str, str]:
-    return dict(json.loads((schema.metadata or {})[KINDS]))
-
-
 def _read(file: pq.ParquetFile, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     for number in range(file.num_row_groups):  # lines that are in memory together
         yield from _rows(file.read_row_group(number, columns=list(names)))
@@ -259,21 +232,11 @@ def _read(file: pq.ParquetFile, names: Sequence[str]) -> Iterator[dict[str, Any]
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """The lines of a table, lists as arrays."""
-    columns: dict[str, Sequence[Any]] = {}
-    for name in table.column_names:
-        column = table[name].combine_chunks()
-        columns[name] = _arrays(column) if pa.types.is_list(column.type) else column.to_pylist()
-    for number in range(len(table)):
-        yield {name: values[number] for name, values in columns.items()}
-
-
-def _arrays(column: pa.ListArray) -> list[Array | None]:
-    flat, bounds = column.values.to_numpy(), column.offsets.to_numpy()
-    is_there = column.is_valid().to_numpy(zero_copy_only=False)
-    return [
-        flat[bounds[number] : bounds[number + 1]] if is_there[number] else None
-        for number in range(len(column))
+    columns = [
+        column.to_numpy() if pa.types.is_list(column.type) else column.to_pylist() for column in table.columns
     ]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(table.column_names, values, strict=True))
 
 
 def _trajectory(rows: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], where: str) -> Trajectory:
