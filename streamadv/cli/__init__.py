@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             options, in_file = read_project(Path(FILE))
             words, commands = ["up", *options, *words[1:]], commands or in_file  # those given last win
         arguments = make_parser(words).parse_args(words, argparse.Namespace(commands=commands))
-        _set_up_logging(words[0], arguments)
+        settings = settings_from(arguments)
+        run = settings.run if "run_name" in arguments else None
+        role = str(vars(arguments).get("stage", words[0]))  # of a worker its stage
+        set_up_logging(settings.log_level, settings.log_format, run=run, role=role)
         for message in likely_typos():
             logger.warning(message, extra=log_fields("setting_unknown"))
         command = " ".join(["streamadv", words[0], *vars(arguments).get("stage", "").split()])
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for module in vars(arguments).get("modules") or ():
             import_module(module)
         if words[0] in TRACED:
-            tracing.set_up(f"streamadv-{role_of(words[0], arguments)}")
+            tracing.set_up(f"streamadv-{role}")
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -84,18 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     finally:
         tracing.flush()
-
-
-def _set_up_logging(command: str, arguments: argparse.Namespace) -> None:
-    settings, parsed = settings_from(arguments), vars(arguments)
-    run = settings.run if "run_name" in parsed else None
-    role = role_of(command, arguments)
-    set_up_logging(settings.log_level, settings.log_format, run=run, role=role)
-
-
-def role_of(command: str, arguments: argparse.Namespace) -> str:
-    """What a process of this command is, in its log and traces: the stage of a worker, else the command."""
-    return str(vars(arguments).get("stage", command))
 
 
 def _fail(message: str) -> int:

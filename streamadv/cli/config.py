@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 from ..errors import SettingError
-from ..settings import ShownSetting, shown_settings
+from ..settings import shown_settings
 from ..store.acl import ROLES, acl_line, password_hash
 from ..store.credentials import PREFIX, secret_from
 from . import add_redis_options, flags_of, settings_from
@@ -49,7 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = shown_settings(flags_of(arguments))
     chain = build_chain(chain_from(arguments.preset, arguments.config))
-    print(_as_json(settings, chain.describe()) if arguments.json else _as_text(settings, chain.describe()))
+    if arguments.json:
+        shown = {"settings": {name: s._asdict() for name, s in settings.items()}, "chain": chain.describe()}
+        print(json.dumps(shown, indent=2, default=str))
+        return 0
+    width = max(map(len, settings))
+    for name, s in settings.items():
+        print(f"{name:{width}} = {'not set' if s.value is None else s.value}  ({s.source})")
+    print("\nadvantage chain:")
+    print("\n".join(f"  {step}" for step in chain.describe()))
     return 0
 
 
@@ -68,20 +76,3 @@ def print_acl(run: str, user_prefix: str) -> int:
         lines.append(acl_line(role, run, f"{user_prefix}-{role.name}", password_hash(password)))
     print("\n".join(lines))
     return 0
-
-
-def _as_json(settings: dict[str, ShownSetting], chain: list[str]) -> str:
-    return json.dumps(
-        {"settings": {name: s._asdict() for name, s in settings.items()}, "chain": chain},
-        indent=2,
-        default=str,
-    )
-
-
-def _as_text(settings: dict[str, ShownSetting], chain: list[str]) -> str:
-    width = max(map(len, settings))
-    lines = [
-        f"{name:{width}} = {'not set' if s.value is None else s.value}  ({s.source})"
-        for name, s in settings.items()
-    ]
-    return "\n".join([*lines, "", "advantage chain:", *(f"  {step}" for step in chain)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ..errors import NotPermittedError, SettingError, StreamadvError
 from ..logs import announce
@@ -16,6 +17,8 @@ from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, joined
 from .files import progress
+
+T = TypeVar("T")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -69,49 +72,50 @@ def show(arguments: argparse.Namespace) -> int:
 def requeue_some(arguments: argparse.Namespace) -> int:
     """Requeue the named groups."""
     with joined(arguments) as run:
-        groups, total, left = _named(run, arguments, requeueable=True), 0, 0
-        with progress("requeued", len(groups)) as advance:
-            for group_id in groups:
-                try:
-                    check_requeue(run, group_id)
-                    requeued = requeue(run, group_id)
-                except StreamadvError as error:
-                    if not arguments.all or isinstance(error, NotPermittedError):
-                        raise
-                    left += 1
-                    print(printable(str(error)))
-                    continue
-                carry_ends(run)
-                total += requeued
-                advance(1)
-                print(printable(f"{group_id}: {counted(requeued, 'trajectory', 'trajectories')} requeued"))
-        print(
-            f"requeued {counted(len(groups) - left, 'group')}, {counted(total, 'trajectory', 'trajectories')}"
-        )
+
+        def requeued(group_id: str) -> int:
+            check_requeue(run, group_id)
+            return requeue(run, group_id)
+
+        groups = total = 0
+        for group_id, count in _done(run, arguments, requeued, "requeued"):
+            carry_ends(run)
+            groups, total = groups + 1, total + count
+            print(printable(f"{group_id}: {counted(count, 'trajectory', 'trajectories')} requeued"))
+        print(f"requeued {counted(groups, 'group')}, {counted(total, 'trajectory', 'trajectories')}")
     return 0
 
 
 def purge_some(arguments: argparse.Namespace) -> int:
     """Purge the named groups."""
     with joined(arguments) as run:
-        groups, left = _named(run, arguments), 0
-        with progress("purged", len(groups)) as advance:
-            for group_id in groups:
-                try:
-                    purge(run, group_id)
-                except StreamadvError as error:  # somebody else has taken it
-                    if not arguments.all or isinstance(error, NotPermittedError):
-                        raise
-                    left += 1
-                    print(printable(str(error)))
-                    continue
-                advance(1)
-                print(printable(f"{group_id}: purged"))
-        print(f"purged {counted(len(groups) - left, 'group')}")
+        groups = 0
+        for group_id, _ in _done(run, arguments, lambda group_id: purge(run, group_id), "purged"):
+            groups += 1
+            print(printable(f"{group_id}: purged"))
+        print(f"purged {counted(groups, 'group')}")
     return 0
 
 
-def _named(run: Run, arguments: argparse.Namespace, requeueable: bool = False) -> list[str]:
+def _done(
+    run: Run, arguments: argparse.Namespace, act: Callable[[str], T], what: str
+) -> Iterator[tuple[str, T]]:
+    """The named groups, each with what `act` has returned. With --all one that refuses is said and left out."""
+    groups = _named(run, arguments, requeueable=what == "requeued")
+    with progress(what, len(groups)) as advance:
+        for group_id in groups:
+            try:
+                found = act(group_id)
+            except StreamadvError as error:  # such as: somebody else has taken it
+                if not arguments.all or isinstance(error, NotPermittedError):
+                    raise
+                print(printable(str(error)))
+                continue
+            advance(1)
+            yield group_id, found
+
+
+def _named(run: Run, arguments: argparse.Namespace, requeueable: bool) -> list[str]:
     if arguments.all:
         dead = [group for group in list_dead(run) if not (requeueable and group.reason == MALFORMED)]
         if requeueable and (lost := sum(group.emptied for group in dead)):

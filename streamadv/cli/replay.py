@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError(f"--follow reads a file that grows, {arguments.file} is a folder: leave it out")
     settings = settings_from(arguments)
     path: Path = arguments.file
-    source = (
-        read_trajectories(path, wait=poll)
-        if arguments.follow
-        else _begun(trajectories_of(path, arguments.format))
-    )
+    if arguments.follow:
+        source = read_trajectories(path, wait=poll)
+    else:  # a wrong file or format fails here, at the first trajectory
+        source = trajectories_of(path, arguments.format)
+        source = itertools.chain(list(itertools.islice(source, 1)), source)
     codes: Counter[str] = Counter()
     total = None if arguments.follow else number_in(path, arguments.format)
     with (
@@ -83,11 +83,6 @@ def _print_summary(codes: Counter[str]) -> None:
     print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}", flush=True)
 
 
-def _begun(source: Iterator[Trajectory]) -> Iterator[Trajectory]:
-    """`source` with its first trajectory read, so that a wrong file or format fails here."""
-    return itertools.chain(list(itertools.islice(source, 1)), source)
-
-
 def replay(
     producer: Producer,
     source: Iterable[Trajectory],
@@ -103,7 +98,8 @@ def replay(
     before = codes.total()
     aside: dict[str, list[Trajectory]] = {}
     room = Wait(Blocked("replay", "not admitted", producer.run))
-    for members in _runs_of_a_group(source) if together else ([each] for each in source):
+    consecutive = itertools.groupby(source, key=lambda each: each.group_id)
+    for members in (list(each) for _, each in consecutive) if together else ([each] for each in source):
         group_id = members[0].group_id
         if group_id in aside:
             aside[group_id] += members
@@ -137,9 +133,3 @@ def _retry(producer: Producer, aside: dict[str, list[Trajectory]], codes: Counte
     else:
         room.because(*{Reason(*busy.reason) for busy in refusals[:1] if busy})
         room.pause()
-
-
-def _runs_of_a_group(source: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Consecutive trajectories of one group, to be pushed together."""
-    for _, members in itertools.groupby(source, key=lambda trajectory: trajectory.group_id):
-        yield list(members)

@@ -88,7 +88,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
             else:
                 rows.append((name, created or "unknown", *(_figures(status) if status else (problem or "",))))
     if not arguments.json:
-        print(_table(rows) if runs else "no runs")
+        print(in_columns(rows) if runs else "no runs")
     return 0
 
 
@@ -99,17 +99,15 @@ def _figures(status: Status) -> Iterator[str]:
     yield from map(str, (ledger.pushed, ledger.trained, ledger.queued, ledger.in_flight))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns; a short row ends with a text of any length."""
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in columns, fit for a terminal; a short row ends with a text of any length."""
+    rows = [list(map(printable, row)) for row in rows]
     whole = [row for row in rows if len(row) == len(rows[0])]
-    widths = [
-        min(MAX_WIDTH, max(len(printable(row[column])) for row in whole)) for column in range(len(rows[0]))
-    ]
-    lines = []
-    for row in rows:
-        cells = (printable(cell).ljust(width) for cell, width in zip(row, widths, strict=False))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    widths = [min(MAX_WIDTH, max(map(len, column))) for column in zip(*whole, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    )
 
 
 def _created(value: bytes) -> str | None:

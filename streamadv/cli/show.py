@@ -21,10 +21,9 @@ from ..units import counted
 from ..view.texts import Ids, open_tokenizer
 from . import add_one_shot_options, joined
 from .parser import count_or_none
+from .runs import in_columns
 
 COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
-#: Width of a column at most; a longer text moves the rest of its line.
-MAX_WIDTH: Final = 40
 #: Rewards of a group that its line has one by one.
 MAX_REWARDS: Final = 8
 
@@ -107,10 +106,7 @@ def _list_groups(run: Run, arguments: argparse.Namespace) -> None:
     elif not groups:
         print(f"run {run.name} has no such groups")
     else:
-        rows = [COLUMNS, *(_cells(run, group) for group in groups)]
-        widths = [min(MAX_WIDTH, max(map(len, column))) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(in_columns([COLUMNS, *(_cells(run, group) for group in groups)]))
 
 
 def _cells(run: Run, group: SeenGroup) -> tuple[str, ...]:
@@ -119,16 +115,8 @@ def _cells(run: Run, group: SeenGroup) -> tuple[str, ...]:
     if len(rewards) > MAX_REWARDS:
         shown = f"{len(rewards)} of mean {sum(rewards) / len(rewards):.4g}"
     batch, version = ("-" if number is None else str(number) for number in (group.batch, group.version))
-    texts = (
-        group.group_id,
-        group.where,
-        group.outcome,
-        batch,
-        version,
-        shown or "-",
-        why(group, run.manifest),
-    )
-    return tuple(map(printable, texts))
+    reason = why(group, run.manifest)
+    return group.group_id, group.where, group.outcome, batch, version, shown or "-", reason
 
 
 def _rewards(group: SeenGroup) -> list[float]:
@@ -183,7 +171,9 @@ def _head(trajectory: Trajectory, counts: bool) -> str:
     span, status = trajectory.version_span, str(trajectory.status)
     parts = [f"reward {'none' if trajectory.reward is None else format(trajectory.reward, 'g')}"]
     parts += [f"{name} {value:g}" for name, value in trajectory.rewards.items()]
-    parts += _advantage(trajectory)
+    if (found := advantage_range(trajectory)) is not None:
+        low, high = found
+        parts.append(f"advantage {low:.4g}" if low == high else f"advantages {low:.4g} to {high:.4g}")
     parts += [status] + ([] if trajectory.role == "train" else [str(trajectory.role)])
     if span is not None:
         parts.append(f"version {span[0]}" if span[0] == span[1] else f"versions {span[0]} to {span[1]}")
@@ -191,10 +181,3 @@ def _head(trajectory: Trajectory, counts: bool) -> str:
         parts.append(f"staleness {trajectory.staleness}")
     parts.append(f"{counted(trajectory.num_tokens, 'token')}, {sum(trajectory.row_trainable)} trained on")
     return f"rollout {trajectory.rollout_index}: {', '.join(parts)}" + ("" if counts else " (does not count)")
-
-
-def _advantage(trajectory: Trajectory) -> list[str]:
-    if (found := advantage_range(trajectory)) is None:
-        return []
-    low, high = found
-    return [f"advantage {low:.4g}" if low == high else f"advantages {low:.4g} to {high:.4g}"]

@@ -44,6 +44,16 @@ NAMES: Final = (*COUNTERS, *(f"{kind}:{reason}" for kind, reasons in _REASONS.it
 _KNOWN: Final = frozenset(NAMES)
 
 
+def by_reason(counters: Mapping[str, int], kind: str) -> dict[str, int]:
+    """Counters '<kind>:<reason>' by reason, without those at 0."""
+    prefix = f"{kind}:"
+    return {
+        name.removeprefix(prefix): count
+        for name, count in sorted(counters.items())
+        if name.startswith(prefix) and count
+    }
+
+
 def known_counters(stored: Mapping[str, Any]) -> Counter[str]:
     """Of the fields of a ledger its counters; reasons that are none of the run's are added up as `other`."""
     counters = Counter[str]()

@@ -10,9 +10,10 @@ from typing import Final, Self
 from ..metrics import KEPT
 from ..run import Run
 from ..run.heartbeats import HEARD_S, PRODUCER_TIMEOUT_S
+from ..run.ledger import by_reason
 from ..store.reasons import REASONS, Reason, pasteable
 from ..units import counted, seconds_text
-from .model import Ledger, Status, by_reason
+from .model import Ledger, Status
 
 #: Outcomes of lost groups, by the reason of a wait for other groups.
 LOST: Final = {

@@ -76,19 +76,12 @@ def _prompts(status: Status) -> dict[tuple[str, str, str], int]:
     return found
 
 
-def _prompt_failures(status: Status) -> dict[tuple[str, str, str], int]:
-    shown = status.prompts[:MAX_EVALUATIONS]
-    return {(each.name, each.source, why): n for each in shown for why, n in each.failures.items()}
-
-
-def _prompts_given_up(status: Status) -> dict[tuple[str, str, str], int]:
-    shown = status.prompts[:MAX_EVALUATIONS]
-    return {(each.name, each.source, why): n for each in shown for why, n in each.given_up.items()}
-
-
-def _prompts_remaining(status: Status) -> dict[str, float]:
-    shown = status.prompts[:MAX_EVALUATIONS]
-    return {each.name: each.seconds_left for each in shown if each.seconds_left is not None}
+def _prompts_by_reason(field: str) -> Callable[[Status], Any]:
+    return lambda status: {
+        (each.name, each.source, why): count
+        for each in status.prompts[:MAX_EVALUATIONS]
+        for why, count in getattr(each, field).items()
+    }
 
 
 def _blocked(status: Status) -> dict[str, bool]:
@@ -229,17 +222,17 @@ FACTS: Final[dict[str, Fact]] = {
     ),
     "prompt_failures": Fact(
         "Tries of prompts that ended otherwise and were played again, by how; at most 32 sources.",
-        _prompt_failures,
+        _prompts_by_reason("failures"),
         ("prompts", "data_source", "reason"),
     ),
     "prompts_given_up": Fact(
         "Prompts that were given up, by how their last try ended; at most 32 sources.",
-        _prompts_given_up,
+        _prompts_by_reason("given_up"),
         ("prompts", "data_source", "reason"),
     ),
     "prompts_remaining_seconds": Fact(
         "Seconds until a set of prompts has ended, at the pace of its last groups; absent while that is not known.",
-        _prompts_remaining,
+        lambda s: {each.name: each.seconds_left for each in s.prompts[:MAX_EVALUATIONS]},
         ("prompts",),
     ),
     # Evaluation.

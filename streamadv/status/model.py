@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, Self
 
 from ..grouping.short_groups import Loss
 from ..run.ledger import QUEUED
+from ..run.ledger import by_reason as by_reason
 from ..units import seconds_text
 from .evaluations import Evaluation
 from .prompts import SourceProgress
@@ -287,13 +288,3 @@ class Status:
         json = asdict(self)
         head = {name: json[name] for name in ("run", "shards", "ledger")}
         return {**head, "balanced": self.balanced, **json, "server": self.server.to_json()}
-
-
-def by_reason(counters: Mapping[str, int], kind: str) -> dict[str, int]:
-    """Counters '<kind>:<reason>' by reason, without those at 0."""
-    prefix = f"{kind}:"
-    return {
-        name.removeprefix(prefix): count
-        for name, count in sorted(counters.items())
-        if name.startswith(prefix) and count
-    }

@@ -11,6 +11,7 @@ from ..prompts.figures import End, TriesSeen, by_prompt, end_of
 from ..prompts.spec import PREFIX
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
+from ..run.ledger import by_reason
 from ..store.replies import as_text
 
 #: Prompts that were given up, named by `streamadv prompts show`.
@@ -42,9 +43,7 @@ class SourceProgress:
     skipped: int  # solved in the epochs before
     in_play: int  # begun, and not ended
     left: int  # not begun yet
-    seconds_left: (
-        float | None
-    )  # until the whole set has ended, at the pace of the last groups; None = not known
+    seconds_left: float | None  # until the whole set has ended, at the pace of the last groups
     failing: dict[str, int]  # index of a prompt that was given up -> in how many epochs, of the 5 with most
     weight: float  # by which its prompts are begun now, beside those of the other sources
 
@@ -149,10 +148,10 @@ def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ())
                 length,
                 prompts.epochs,
                 min(prompts.epochs - 1, stored.following[number - 1] // length),
-                _by_reason(of, AGAIN),
+                by_reason(of, AGAIN),
                 of[TRAINED],
-                _by_reason(of, "filtered"),
-                _by_reason(of, "given_up"),
+                by_reason(of, "filtered"),
+                by_reason(of, "given_up"),
                 of["skipped"],
                 in_play,
                 max(0, length * prompts.epochs - sum(of[kind] for kind in ENDED) - in_play),
@@ -193,12 +192,3 @@ def read_lines(run: Run, stored: Stored) -> list[PromptLine]:
 def _line(stored: Stored, item: str, tried: int, failures: int, state: str) -> PromptLine:
     place = stored.prompts.locate(*map(int, item.split()))
     return PromptLine(*place, failures + 1, state, stored.prompts.group_id(item, tried))
-
-
-def _by_reason(counts: Counter[str], kind: str) -> dict[str, int]:
-    prefix = f"{kind}:"
-    return {
-        what.removeprefix(prefix): count
-        for what, count in sorted(counts.items())
-        if what.startswith(prefix) and count
-    }

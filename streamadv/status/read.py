@@ -17,7 +17,7 @@ from ..messages import one_line
 from ..run import Run
 from ..run.budget import byte_budget
 from ..run.heartbeats import HeardRank, heard_ranks
-from ..run.ledger import QUEUED
+from ..run.ledger import QUEUED, by_reason
 from ..store.replies import as_count, as_int, as_texts
 from ..store.retry import RETRYABLE, NotNowError
 from .activity import Activity, read_activity, read_producers, read_staleness
@@ -33,7 +33,6 @@ from .model import (
     Stream,
     Trainer,
     TrainerState,
-    by_reason,
 )
 from .prompts import read_progress
 from .shard import ShardState, problems_of, read_shards
@@ -85,7 +84,7 @@ def read_status(run: Run) -> Status:
         prompts=read_progress(run, now_ms),
         server=server,
         quiet_s=activity.quiet_s,
-        failing_chain=_failing_chain(shards),
+        failing_chain=next((one_line(s.trainer["failing"]) for s in shards if "failing" in s.trainer), None),
     )
 
 
@@ -126,11 +125,6 @@ def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stre
         workers=activity.workers[name],
         ended=activity.ended.get(name, []),
     )
-
-
-def _failing_chain(shards: Sequence[ShardState]) -> str | None:
-    notes = (one_line(shard.trainer["failing"]) for shard in shards if "failing" in shard.trainer)
-    return next(notes, None)
 
 
 def read_trainer(run: Run, home_shard: ShardState, now_ms: int) -> Trainer:

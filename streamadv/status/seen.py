@@ -18,6 +18,8 @@ from ..grouping.groups_log import PacketLine, StoredColumns, StoredScore, payloa
 from ..messages import first_problem
 from ..run import Run, Shard
 from ..run.kept import Numbers, unpack_late, unpack_results
+from ..store.connection import Connection
+from ..store.keys import LAST_ID
 from ..store.replies import as_count, as_int, as_text
 from ..trajectory.member_table import cut_tables, read_tables
 from ..trajectory.members import offsets
@@ -108,17 +110,14 @@ class Place(Protocol):
 
 def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
     """All groups of one kind, the oldest first in each shard. What cannot be read at all is left out."""
-    readers = {"open": _read_open, "waiting": _read_waiting, "kept": _read_kept, "dead": _read_dead}
+    readers = {"open": _read_open, "waiting": _read_waiting, "dead": _read_dead}
     for shard in run.shards:
-        yield from readers[where](shard)
+        yield from chain.from_iterable(kept_pages(shard)) if where == "kept" else readers[where](shard)
 
 
-def kept_pages(shard: Shard, *, begin: str = "-", before: str = "") -> Iterator[list[SeenGroup]]:
-    """Kept groups of a shard by pages: from the entry `begin` on, the oldest first; or with `before` those in front of
-    this entry (`+`: all), the newest first.
-    """
-    key = shard.keys.kept
-    for page in _pages_back(shard, key, before) if before else _pages(shard, key, begin):
+def kept_pages(shard: Shard, start: str = "-", *, back: bool = False) -> Iterator[list[SeenGroup]]:
+    """Kept groups of a shard by pages, see `entry_pages`."""
+    for page in entry_pages(shard.connection, shard.keys.kept, start, back=back):
         yield _seen(shard.index, "kept", page)
 
 
@@ -143,11 +142,12 @@ def find_group(run: Run, group_id: str) -> SeenGroup | None:
     shard = run.shard_of(group_id)
     if (group := _open_group(shard, group_id)) or (group := _dead_group(shard, group_id)):
         return group
-    if found := list(_named(_pages(shard, shard.keys.groups), group_id)):
+    if found := list(_named(entry_pages(shard.connection, shard.keys.groups), group_id)):
         owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
         return next(_waiting(shard, found[-1:], owners))
-    newest = islice(_named(_pages_back(shard, shard.keys.kept, "+"), group_id), 1)
-    return next(iter(_seen(shard.index, "kept", list(newest))), None)
+    kept = entry_pages(shard.connection, shard.keys.kept, "+", back=True)
+    newest = list(islice(_named(kept, group_id), 1))
+    return next(iter(_seen(shard.index, "kept", newest)), None)
 
 
 Page = Sequence[tuple[str, Fields]]
@@ -159,27 +159,21 @@ def _named(pages: Iterator[Page], group_id: str) -> Iterator[tuple[str, Fields]]
         yield from (each for each in page if as_text(each[1].get(b"group_id", b"")) == group_id)
 
 
-def _pages(shard: Shard, key: str, after: str = "-") -> Iterator[Page]:
-    """Entries of a stream, the oldest first. after: the first one, or `(<id>` = those behind this one."""
+def entry_pages(
+    connection: Connection, key: str, start: str = "-", *, back: bool = False, count: int = PAGE
+) -> Iterator[Page]:
+    """Entries of a stream by pages, the oldest first, or `back` from the newest.
+
+    start: an entry, `(<id>` = those beyond this one, `-` = all, `+` = all back.
+    """
+    read, end = (connection.scripts.xrevrange, "-") if back else (connection.scripts.xrange, "+")
     while True:
-        page: Any = shard.connection.scripts.xrange(key, after, "+", PAGE)
+        page: Any = read(key, start, end, count)
         if page:
             yield [(entry.decode(), fields) for entry, fields in page]
-        if len(page) < PAGE:
+        if len(page) < count or page[-1][0] == LAST_ID.encode():
             return
-        after = f"({page[-1][0].decode()}"
-
-
-def _pages_back(shard: Shard, key: str, before: str) -> Iterator[Page]:
-    """Entries of a stream, the newest first. before: `+` = from the newest on, or an entry."""
-    while True:
-        end = before if before == "+" else f"({before}"
-        page: Any = shard.connection.scripts.xrevrange(key, end, "-", PAGE)
-        if page:
-            yield [(entry.decode(), fields) for entry, fields in page]
-        if len(page) < PAGE:
-            return
-        before = page[-1][0].decode()
+        start = f"({page[-1][0].decode()}"
 
 
 def _read_open(shard: Shard) -> Iterator[SeenGroup]:
@@ -219,17 +213,14 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
 
 def _read_waiting(shard: Shard) -> Iterator[SeenGroup]:
     owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
-    return chain.from_iterable(_waiting(shard, page, owners) for page in _pages(shard, shard.keys.groups))
+    pages = entry_pages(shard.connection, shard.keys.groups)
+    return chain.from_iterable(_waiting(shard, page, owners) for page in pages)
 
 
 def _waiting(shard: Shard, page: Page, owners: Fields) -> Iterator[SeenGroup]:
     for group in _seen(shard.index, "waiting", page):
         group.batch = as_int(owners.get(group.entry.encode(), b"").partition(b"-")[0])
         yield group
-
-
-def _read_kept(shard: Shard) -> Iterator[SeenGroup]:
-    return chain.from_iterable(kept_pages(shard))
 
 
 class KeptEntry(NamedTuple):
@@ -245,9 +236,9 @@ class KeptEntry(NamedTuple):
         return group
 
 
-def kept_entries(shard: Shard, after: str = "-") -> Iterator[KeptEntry]:
-    """The entries of a shard's stream `kept`, the oldest first. after: `(<id>` = those behind this one."""
-    for page in _pages(shard, shard.keys.kept, after):
+def kept_entries(shard: Shard) -> Iterator[KeptEntry]:
+    """The entries of a shard's stream `kept`, the oldest first."""
+    for page in entry_pages(shard.connection, shard.keys.kept):
         for entry, fields in page:
             yield KeptEntry(shard.index, entry, fields)
 

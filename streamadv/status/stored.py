@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 from redis.exceptions import NoPermissionError, ResponseError
@@ -15,9 +16,10 @@ from ..grouping.groups_log import read_log
 from ..messages import brief
 from ..run import Run
 from ..run.packets import MemberLine, parse_members, read_packet
-from ..store.keys import LAST_ID, ShardKeys
+from ..store.keys import ShardKeys
 from ..store.replies import as_count
 from ..trajectory.member_table import read_table
+from .seen import entry_pages
 
 PAGE: Final = 256
 #: A packet in the hash of an open group, see `lua/lib/complete.lua`.
@@ -260,13 +262,6 @@ def counts_at(run: Run, key: str) -> Counter[str]:
     )
 
 
-def _entries(run: Run, key: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+def _entries(run: Run, key: str) -> Iterator[tuple[str, Mapping[bytes, bytes]]]:
     """Id and fields of every entry of a stream."""
-    after = "-"
-    while True:
-        page: Any = run.connection.scripts.xrange(key, after, "+", PAGE)
-        for entry, fields in page:
-            after = f"({entry.decode()}"
-            yield after[1:], fields
-        if len(page) < PAGE or after == f"({LAST_ID}":
-            return
+    return chain.from_iterable(entry_pages(run.connection, key, count=PAGE))

@@ -13,6 +13,7 @@ from .. import clock
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from ..messages import log_fields
 from ..run import Run
+from ..run.ledger import by_reason
 from ..store.reasons import REASONS, Reason, listed, pasteable
 from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked
@@ -26,7 +27,7 @@ from .causes import (
     reasons_of,
     uncommitted_reason,
 )
-from .model import Ledger, Status, by_reason
+from .model import Ledger, Status
 from .read import read_status
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,8 @@ class Watchdog:
         """Say once that the training loop does not commit, see `uncommitted_reason`."""
         if self.counters is None or self._warned_of_commits:
             return
-        ledger, live, budget = (
-            Ledger.of(self.counters),
-            self.counters["live_bytes"],
-            self._run.manifest.max_bytes,
-        )
+        ledger, live = Ledger.of(self.counters), self.counters["live_bytes"]
+        budget = self._run.manifest.max_bytes
         reason = uncommitted_reason(ledger, live, budget, named, trained, committed)
         if reason is not None:
             self._warned_of_commits = True

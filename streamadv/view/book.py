@@ -188,14 +188,15 @@ class _Kept:
             self.is_whole = False  # nothing was there; something may be now
         else:
             newest = self._ends[1]
-            pages = kept_pages(self._shard, begin=newest)
+            pages = kept_pages(self._shard, newest)
             page = next(pages, [])
             if not page or page[0].entry != newest:
                 self._forget()  # the server has lost it, or forgotten all that was read
             for new in chain([page[1:]], pages) if self._ends else ():
                 self._add(new)
         while not self.is_whole:
-            page = next(kept_pages(self._shard, before=self._ends[0] if self._ends else "+"), [])
+            start = f"({self._ends[0]}" if self._ends else "+"
+            page = next(kept_pages(self._shard, start, back=True), [])
             self._add(page)
             self.is_whole = not page
             if clock.now() >= until:
