@@ -19,8 +19,8 @@ def draw(progress: Progress, path: Path) -> None:
     versions = [update.version for update in progress.updates]
 
     learning.plot(
-        [evaluation.version for evaluation in progress.evaluations],
-        [100 * evaluation.success_rate for evaluation in progress.evaluations],
+        [*progress.evaluations],
+        [100 * rate for rate in progress.evaluations.values()],
         marker="o",
         label=f"success rate, {EVALUATION_EPISODES} sampled episodes",
     )

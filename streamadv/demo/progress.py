@@ -16,7 +16,6 @@ class Update:
     """One policy update, as the trainer reported it."""
 
     version: int  # after the update
-    seconds: float  # since the demo began
     reward: float
     kl: float
     trajectories: int
@@ -29,18 +28,10 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    version: int
-    seconds: float
-    success_rate: float
-
-
-@dataclass(frozen=True, slots=True)
 class Kill:
     process: str
     pid: int
     version: int
-    seconds: float
 
 
 @dataclass(slots=True)
@@ -49,7 +40,7 @@ class Progress:
 
     settings: DemoSettings
     updates: list[Update] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: dict[int, float] = field(default_factory=dict)  # version -> success rate, ascending
     kills: list[Kill] = field(default_factory=list)
     status: Status | None = None  # the newest reading
     seconds: float = 0.0
@@ -60,17 +51,15 @@ class Progress:
     def version(self) -> int:
         return self.updates[-1].version if self.updates else 0
 
-    def hear(self, message: dict[str, Any], seconds: float) -> None:
+    def hear(self, message: dict[str, Any]) -> None:
         """Take in an `update` or `evaluation` message; others are not progress."""
         if message["kind"] == "update":
             # A trainer that came back from its checkpoint repeats versions: what came after them is void.
             self.updates = [update for update in self.updates if update.version < message["version"]]
-            names = [name for name in Update.__dataclass_fields__ if name != "seconds"]
-            self.updates.append(Update(seconds=seconds, **{name: message[name] for name in names}))
+            self.updates.append(Update(**{name: message[name] for name in Update.__dataclass_fields__}))
         elif message["kind"] == "evaluation":
-            new = Evaluation(message["version"], seconds, message["success_rate"])
-            others = [each for each in self.evaluations if each.version != new.version]
-            self.evaluations = sorted([*others, new], key=lambda evaluation: evaluation.version)
+            self.evaluations[message["version"]] = message["success_rate"]
+            self.evaluations = dict(sorted(self.evaluations.items()))
 
     def read(self, status: Status, seconds: float) -> None:
         """Take in a status reading."""
@@ -100,14 +89,10 @@ class Progress:
     def staleness_max(self) -> int:
         return max((update.staleness_max for update in self.updates), default=0)
 
-    def success_rate(self, version: int) -> float | None:
-        """As evaluated on that version; None if it was not."""
-        return next((e.success_rate for e in self.evaluations if e.version == version), None)
-
     @property
     def learnt(self) -> bool:
         """Whether the goal is reached. Random maps have none: nobody has promised to solve them."""
-        rate = self.success_rate(self.version)
+        rate = self.evaluations.get(self.version)
         return rate is not None and (rate >= GOAL or self.settings.maps == "random")
 
     @property
@@ -125,8 +110,8 @@ class Progress:
             "correction": self.settings.correction,
             "max_staleness": self.settings.max_staleness,
             "updates": self.version,
-            "success_rate_start": self.success_rate(0),
-            "success_rate": self.success_rate(self.version),
+            "success_rate_start": self.evaluations.get(0),
+            "success_rate": self.evaluations.get(self.version),
             "staleness_mean": round(self.staleness_mean, 3),
             "staleness_max": self.staleness_max,
             "trajectories": self.ledger.pushed,

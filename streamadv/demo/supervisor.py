@@ -182,7 +182,7 @@ class Conductor:
             except Empty:
                 return
             self._moved = time.monotonic()
-            self.progress.hear(message, self._seconds)
+            self.progress.hear(message)
             match message["kind"]:
                 case "published" if self.progress.phase == "starting":
                     self.progress.phase = "learning"
@@ -199,19 +199,16 @@ class Conductor:
         updates = self.progress.settings.updates
         if crew is not None and self._kill_due and version >= KILL_AT * updates:
             self._kill_due = False
-            self._kill_some(version, crew)
+            for name in KILLED:
+                worker = crew.workers[name]
+                if worker.pid is not None:
+                    self.progress.kills.append(Kill(name, worker.pid, version))
+                    worker.kill()
+            killed = ", ".join(f"{kill.process} ({kill.pid})" for kill in self.progress.kills)
+            self._view.say(f"version {version}: kill -9 of {killed}")
         if version >= updates and self.progress.phase == "learning":
             self.progress.phase = "draining"
             self._view.say(f"{version} updates: rollouts finish, what is under way is still trained")
-
-    def _kill_some(self, version: int, crew: Crew) -> None:
-        for name in KILLED:
-            worker = crew.workers[name]
-            if worker.pid is not None:
-                self.progress.kills.append(Kill(name, worker.pid, version, self._seconds))
-                worker.kill()
-        killed = ", ".join(f"{kill.process} ({kill.pid})" for kill in self.progress.kills)
-        self._view.say(f"version {version}: kill -9 of {killed}")
 
     def _show(self) -> None:
         self.progress.seconds = self._seconds

@@ -41,7 +41,7 @@ def line(progress: Progress) -> str:
         f"update {progress.version}/{progress.settings.updates}",
     ]
     if progress.evaluations:
-        words.append(f"success {progress.evaluations[-1].success_rate:.1%}")
+        words.append(f"success {[*progress.evaluations.values()][-1]:.1%}")
     if progress.updates:
         last = progress.updates[-1]
         words += [f"reward {last.reward:.2f}", f"kl {last.kl:.4f}", f"staleness {last.staleness_mean:.1f}"]
@@ -61,12 +61,18 @@ def sparkline(rates: list[float]) -> str:
 
 def summary(progress: Progress) -> RenderableType:
     """What came of it, with the ledger written out."""
-    start, end = progress.success_rate(0), progress.success_rate(progress.version)
     result = progress.result()
+    start, end = (
+        "-" if rate is None else f"{rate:.1%}"
+        for rate in (result["success_rate_start"], result["success_rate"])
+    )
+    killed = ", ".join(f"{kill.process} ({kill.pid})" for kill in progress.kills)
+    if killed:
+        killed += f" at version {progress.kills[0].version}; new ones took over"
     rows = [
         (
             "success rate",
-            f"{_percent(start)} → {_percent(end)}  {sparkline([e.success_rate for e in progress.evaluations])}"
+            f"{start} → {end}  {sparkline([*progress.evaluations.values()])}"
             f"  ({EVALUATION_EPISODES} sampled episodes each)",
         ),
         (
@@ -74,7 +80,7 @@ def summary(progress: Progress) -> RenderableType:
             f"{progress.version} in {progress.seconds:.1f} s, {result['trajectories']:,} trajectories",
         ),
         ("staleness", f"mean {progress.staleness_mean:.2f}, max {progress.staleness_max}"),
-        ("kill -9", _killed(progress) or "none"),
+        ("kill -9", killed or "none"),
         ("ledger", _identity(progress.ledger)),
         ("", "[green]balanced[/]" if progress.balanced else "[red]NOT balanced[/]"),
     ]
@@ -90,15 +96,6 @@ def summary(progress: Progress) -> RenderableType:
             f"[green]learnt: {GOAL:.0%} reached[/]" if progress.learnt else f"[red]{GOAL:.0%} not reached[/]"
         )
     return Panel(table, title="streamadv demo", expand=False, subtitle=verdict)
-
-
-def _killed(progress: Progress) -> str:
-    names = ", ".join(f"{kill.process} ({kill.pid})" for kill in progress.kills)
-    return f"{names} at version {progress.kills[0].version}; new ones took over" if progress.kills else ""
-
-
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"
 
 
 def _identity(ledger: Ledger) -> str:

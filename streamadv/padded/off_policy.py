@@ -95,8 +95,13 @@ def compute_rollout_rejection_mask(
     rejects everything (verl: raises).
     """
     rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
-    if peer_quirks == "verl":
-        _refuse_reversed(rejections)
+    for rejection in rejections if peer_quirks == "verl" else ():
+        lower, upper = rejection.bounds
+        if lower > upper:
+            raise OptionError(
+                f"rejection {rejection.kind}: upper {rejection.upper} alone has the lower bound "
+                f"{1 / rejection.upper}, which is above it: give lower_upper"
+            )
     tokens = padded_tokens(response_mask)
     passing, metrics = reject(log_ratio.reshape(-1), tokens, rejections, peer_quirks=peer_quirks)
     return passing.view(response_mask.shape) * response_mask, fetch(metrics)[0]
@@ -190,34 +195,26 @@ def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejecti
 
 def parse_bounds(threshold: str) -> tuple[float | None, float]:
     """(lower or None, upper) of the text "upper" or "lower_upper". Raises OptionError."""
-    parts = threshold.split("_")
-    try:
-        bounds = [float(part) for part in parts]
-    except ValueError:
-        bounds = []
-    if not 1 <= len(bounds) <= 2 or not all(bound > 0 for bound in bounds):
+    bounds = _numbers(threshold)
+    if not bounds or not all(bound > 0 for bound in bounds):
         raise OptionError(
             f"rollout_is_threshold is {brief(threshold)}, needs upper or lower_upper, in numbers above 0"
         )
     return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
 
 
-def _refuse_reversed(rejections: list[Rejection]) -> None:
-    for rejection in rejections:
-        lower, upper = rejection.bounds
-        if lower > upper:
-            raise OptionError(
-                f"rejection {rejection.kind}: upper {rejection.upper} alone has the lower bound "
-                f"{1 / rejection.upper}, which is above it: give lower_upper"
-            )
+def _numbers(bounds: str) -> list[float]:
+    """The one or two numbers of the text "upper" or "lower_upper"; [] for any other."""
+    try:
+        numbers = [float(part) for part in bounds.split("_")]
+    except ValueError:
+        return []
+    return numbers if len(numbers) <= 2 else []
 
 
 def _rejection(kind: str, spec: str) -> Rejection:
-    try:
-        bounds = [float(part) for part in spec.split("_")]
-    except ValueError:
-        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers") from None
-    if len(bounds) > 2:
-        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper")
+    bounds = _numbers(spec)
+    if not bounds:
+        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers")
     name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
     return Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None)

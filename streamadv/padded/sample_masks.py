@@ -22,7 +22,7 @@ from ..algorithms.arguments import (
 )
 from ..algorithms.length_penalties import difficulty_factor, length_factor
 from ..algorithms.segments import segment_max, segment_min, spread
-from ..errors import OptionError, SettingError
+from ..errors import OptionError
 from .entrance import checked, unchecked
 from .layout import group_order, ungrouped
 from .rewards import Metrics, group_scores
@@ -185,7 +185,7 @@ def proximal_log_probs(
 
     alpha = (current_version - 1 - v) / (current_version - v), held in 0 .. 1; 0 where the version v is negative or not
     older. loglinear: (1 - alpha) * behaviour + alpha * current; linear: the same over probabilities; rollout:
-    behaviour. All tensors have one shape. Raises SettingError for another method.
+    behaviour. All tensors have one shape.
     """
     if method == "rollout":
         return behaviour_log_probs
@@ -194,9 +194,7 @@ def proximal_log_probs(
     old, new = behaviour_log_probs.to(torch.float64), log_probs.to(torch.float64)
     if method == "loglinear":
         return (old + alpha * (new - old)).to(torch.float32)
-    if method == "linear":
-        return ((1 - alpha) * old.exp() + alpha * new.exp() + 1e-10).log().to(torch.float32)
-    raise SettingError(f"proximal method {method!r} is unknown: choose one of loglinear, linear, rollout")
+    return ((1 - alpha) * old.exp() + alpha * new.exp() + 1e-10).log().to(torch.float32)
 
 
 @checked

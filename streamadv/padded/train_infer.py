@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, get_args
@@ -13,7 +14,6 @@ from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, 
 from ..algorithms.chain_metrics import SAFETY_BOUND
 from ..algorithms.off_policy import RatioLevel, at_level
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.segments import Trainable
 from ..errors import OptionError
 from .entrance import checked
 from .layout import padded_tokens
@@ -76,32 +76,44 @@ def compute_train_infer_correction(
     """
     tokens = padded_tokens(response_mask)
     counted = tokens.mask
-    ratios = _Ratios(old_log_probs, rollout_log_probs, tokens, peer_quirks)
+    old, rollout = old_log_probs.reshape(-1).double(), rollout_log_probs.reshape(-1).double()
+    log_ratios, differences = old - rollout, old.exp() - rollout.exp()
     num_tokens = max(int(tokens.counts.sum()), 1)
     judged = torch.ones_like(counted) if peer_quirks else counted
+
+    def ratio(level: RatioLevel) -> Tensor:
+        combined = at_level(level, log_ratios, tokens)
+        if peer_quirks:  # float32 and unbounded
+            return combined.float().exp().double()
+        return combined.nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+
+    def difference(level: RatioLevel) -> Tensor:
+        return at_level(level, differences, tokens)
 
     def share(hits: Tensor) -> float:
         return ((hits & judged).sum() / (global_valid_tokens or num_tokens)).item()
 
     metrics: Metrics = {}
     for level in get_args(RatioLevel):
-        for name, values in (("ratio", ratios.ratio(level)), ("diff", ratios.difference(level))):
+        for name, values in (("ratio", ratio(level)), ("diff", difference(level))):
             average = _row_mean(values, response_mask, global_valid_samples, peer_quirks)
             metrics[f"actor/train_infer_{name}_{level}_mean@sum"] = average
-    weights = torch.ones_like(ratios.log_ratio)
+    weights = torch.ones_like(old)
     if weight_level is not None:
-        weights = ratios.ratio(weight_level)
+        weights = ratio(weight_level)
         if upper_bound is not None:
             metrics["actor/is_weight_clipfrac@sum"] = share(weights > upper_bound)
             weights = weights.clamp(0, upper_bound)
     passing = torch.ones_like(counted)
     for item in filters:
         for name, values_at, low, high in (
-            ("ratio", ratios.ratio, item.ratio_low, item.ratio_high),
-            ("diff", ratios.difference, item.diff_low, item.diff_high),
+            ("ratio", ratio, item.ratio_low, item.ratio_high),
+            ("diff", difference, item.diff_low, item.diff_high),
         ):
             if low is not None or high is not None:
-                inside = _inside(values_at(item.level), low, high)
+                values = values_at(item.level)
+                inside = values >= (-math.inf if low is None else low)
+                inside &= values <= (math.inf if high is None else high)
                 metrics[f"actor/train_infer_{item.level}_{name}_mask_mean@sum"] = share(inside)
                 passing = passing & inside
     metrics["actor/train_infer_final_mask_mean"] = ((passing & counted).sum() / num_tokens).item()
@@ -109,38 +121,6 @@ def compute_train_infer_correction(
         weights, passing = torch.where(counted, weights, 0.0), passing & counted
     shape = response_mask.shape
     return weights.view(shape).to(torch.float32), passing.view(shape).to(torch.float32), metrics
-
-
-class _Ratios:
-    """Ratios and differences of two policies' log-probs [B, T] at every level, [B * T] float64."""
-
-    def __init__(
-        self, old: Tensor, rollout: Tensor, tokens: Trainable, peer_quirks: PeerQuirks | None
-    ) -> None:
-        flat_old, flat_rollout = old.reshape(-1).double(), rollout.reshape(-1).double()
-        self.log_ratio = flat_old - flat_rollout
-        self._difference = flat_old.exp() - flat_rollout.exp()
-        self._tokens = tokens
-        self._peer_quirks = peer_quirks
-
-    def ratio(self, level: RatioLevel) -> Tensor:
-        combined = self._at(level, self.log_ratio)
-        if self._peer_quirks:  # float32 and unbounded
-            return combined.float().exp().double()
-        return combined.nan_to_num(nan=0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
-
-    def difference(self, level: RatioLevel) -> Tensor:
-        return self._at(level, self._difference)
-
-    def _at(self, level: RatioLevel, values: Tensor) -> Tensor:
-        return values if level == "token" else at_level(level, values, self._tokens)
-
-
-def _inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    inside = torch.ones_like(values, dtype=torch.bool)
-    if low is not None:
-        inside = inside & (values >= low)
-    return inside if high is None else inside & (values <= high)
 
 
 def _row_mean(

@@ -30,7 +30,7 @@ def ended(
 
         def demonstrate(settings: DemoSettings, *_: Any, **__: Any) -> Progress:
             progress = Progress(settings)
-            progress.hear({"kind": "evaluation", "version": 0, "success_rate": rate}, 1.0)
+            progress.hear({"kind": "evaluation", "version": 0, "success_rate": rate})
             ledger = Ledger.of({"pushed": 1, "trained": 1})
             problems = [] if balanced else ["a counter is wrong"]
             progress.read(replace(empty_status(), ledger=ledger, problems=problems), 2.0)

@@ -42,11 +42,11 @@ def status(**changes: int) -> Status:
 @pytest.fixture
 def progress() -> Progress:
     demo = Progress(DemoSettings(run="demo-test", seed=7))
-    demo.hear(evaluation(2, 0.9), 3.0)
-    demo.hear(evaluation(0, 0.02), 1.0)
-    demo.hear(update(1, [0, 1]), 2.0)
-    demo.hear(update(2, [3, 4]), 2.5)
-    demo.kills.append(Kill("grouper", 123, 1, 2.2))
+    demo.hear(evaluation(2, 0.9))
+    demo.hear(evaluation(0, 0.02))
+    demo.hear(update(1, [0, 1]))
+    demo.hear(update(2, [3, 4]))
+    demo.kills.append(Kill("grouper", 123, 1))
     demo.read(status(), 3.0)
     demo.seconds = 4.0
     return demo
@@ -76,16 +76,16 @@ def test_a_ledger_that_does_not_add_up_is_not_balanced(progress: Progress) -> No
 
 
 def test_only_the_last_version_counts_as_learnt(progress: Progress) -> None:
-    progress.hear(update(3, [1]), 5.0)
+    progress.hear(update(3, [1]))
     assert not progress.learnt
-    progress.hear(evaluation(3, 0.79), 6.0)
+    progress.hear(evaluation(3, 0.79))
     assert not progress.learnt
     progress.settings = DemoSettings(run="demo-test", maps="random")
     assert progress.learnt
 
 
 def test_a_trainer_that_came_back_repeats_versions(progress: Progress) -> None:
-    progress.hear(update(1, [2, 2]), 6.0)
+    progress.hear(update(1, [2, 2]))
     assert progress.version == 1
     assert progress.staleness_mean == 2.0
 

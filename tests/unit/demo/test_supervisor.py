@@ -100,8 +100,8 @@ def test_the_whole_course(conduct: Callable[..., Progress]) -> None:
     progress = conduct(Listener())
     assert progress.phase == "done"
     assert progress.version == 10
-    assert progress.success_rate(0) == 0.0
-    assert progress.success_rate(10) == 1.0
+    assert progress.evaluations[0] == 0.0
+    assert progress.evaluations[10] == 1.0
     assert progress.balanced
     assert progress.kills == []
 
@@ -122,7 +122,7 @@ def test_three_processes_are_killed_at_40_percent_and_started_again(
 def test_an_accident_is_made_good(conduct: Callable[..., Progress], tmp_path: Path) -> None:
     view = Listener()
     dies = once(tmp_path / "died", "sys.exit(3)")
-    assert conduct(view, evaluate=dies + STAND_INS["evaluate"]).success_rate(0) == 0.0
+    assert conduct(view, evaluate=dies + STAND_INS["evaluate"]).evaluations[0] == 0.0
     assert any(text.startswith("evaluate ended with status 3") for text in view.said)
 
 
