@@ -1,7 +1,7 @@
 """Where a process starts a thread, waits, draws a name or opens a connection: `streamadv.testing` takes these over.
 
-`clock.now` is the door of time. What is not listed here never lasts: a lock that is held during a request is `RLock` or
-`Condition` of this module, and every other one is `threading`'s.
+`clock.now` is the door of time. What is not listed here never lasts: a lock that is held during a request is `RLock` of
+this module, and every other one is `threading`'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 Event = threading.Event
 Thread = threading.Thread
 RLock = threading.RLock
-Condition = threading.Condition
 Queue = queue.Queue
 SimpleQueue = queue.SimpleQueue
 #: The bytes of a name that nobody else has.

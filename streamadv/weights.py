@@ -79,26 +79,19 @@ def publish(
     unfinished = folder / f".{path.name}.{os.getpid()}"
     try:
         unfinished.touch()
-        mode = (
-            unfinished.stat().st_mode
-        )  # safetensors lets only the writer's user read, engines may be another's
+        mode = unfinished.stat().st_mode
         save(unfinished, tensors, {"version": str(version)})
-        unfinished.chmod(mode)
+        unfinished.chmod(mode)  # safetensors lets only the writer's user read, engines may be another's
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    goes_on = version > _last.get(
-        folder.resolve(), version
-    )  # a trainer that was replaced and does not know it yet
+    # Versions above one with which this process goes on are of a trainer that has replaced this one.
+    goes_on = version > _last.get(folder.resolve(), version)
     _last[folder.resolve()] = version
-    taken_back = []
-    for other in versions(folder):
-        if other > version:
-            if goes_on:
-                continue
-            taken_back.append(other)
-        elif other > version - keep or (keep_every and other % keep_every == 0):
-            continue
+    there = versions(folder)
+    taken_back = [] if goes_on else [other for other in there if other > version]
+    past = [other for other in there if other <= version - keep and (not keep_every or other % keep_every)]
+    for other in (*taken_back, *past):
         path_of(folder, other).unlink(missing_ok=True)
     for left in folder.glob(".weights-*"):  # by processes that were killed
         if (match := _UNFINISHED.fullmatch(left.name)) and int(match[1]) <= version - keep:

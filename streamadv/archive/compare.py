@@ -38,11 +38,14 @@ class Effect:
         """The effective sample size in tokens: (sum of weights)^2 / sum of squares."""
         return self.weight**2 / self.squares if self.squares else 0.0
 
-    def add(self, mask: Array, weights: Array) -> None:
-        on = weights[mask > 0].astype(np.float64)
+    def add(self, tokens: _Tokens) -> bool:
+        """Count the tokens of a rollout; whether one of them moves the policy."""
+        is_on = tokens.mask > 0
+        on = tokens.weights[is_on].astype(np.float64)
         self.tokens += len(on)
         self.weight += float(on.sum())
         self.squares += float((on**2).sum())
+        return tokens.advantages is not None and bool((tokens.advantages * tokens.weights)[is_on].any())
 
 
 @dataclass(slots=True)
@@ -88,16 +91,12 @@ def compare(source: Source, batch: KeptBatch, again: Again) -> dict[str, Change]
         for member in seen.members:
             index = member.rollout_index
             oversize = longest is not None and max(member.row_lengths) > longest
-            if (
-                member.is_baseline
-                or oversize
-                or index in seen.left_out
-                or not {index} <= masks.keys() & new.keys()
-            ):
+            is_there = index in masks and index in new
+            if member.is_baseline or oversize or index in seen.left_out or not is_there:
                 continue
             before, after = (_Tokens.of(outputs[index], masks[index]) for outputs in (old, new))
-            moved[0] |= before.add_to(change.before)
-            moved[1] |= after.add_to(change.after)
+            moved[0] |= change.before.add(before)
+            moved[1] |= change.after.add(after)
             if before.advantages is not None and after.advantages is not None:
                 both = (before.mask > 0) & (after.mask > 0)
                 change.compared += int(both.sum())
@@ -134,11 +133,6 @@ class _Tokens:
         for name in WEIGHTS:
             weights = weights * outputs.get(name, 1.0)
         return _Tokens(outputs.get(MASK, pushed), weights, outputs.get("advantages"))
-
-    def add_to(self, effect: Effect) -> bool:
-        """Count them; whether one of them moves the policy."""
-        effect.add(self.mask, self.weights)
-        return self.advantages is not None and bool((self.advantages * self.weights)[self.mask > 0].any())
 
 
 def _masks(source: Source, group: SeenGroup) -> dict[int, Array]:

@@ -213,17 +213,13 @@ class ShardArchive:
         files = [file for file in self._folder.files() if file.shard == self._shard.index]
         end = max((file.last for file in files), default=NO_ENTRY)
         begin = self._marked = self._mark() if self._run.manifest.archive else end
-        if self._is_beyond(begin):
-            begin = NO_ENTRY
+        newest: Any = self._shard.connection.scripts.xrevrange(self._shard.keys.kept, count=1)
+        if newest and EntryId.of(newest[0][0].decode()) < begin:
+            begin = NO_ENTRY  # lost by a server whose clock was set back: those to come have places before it
         later = [file for file in files if file.last > begin]
         self._returning.update(*(self._form.read_ids(file.path) for file in later))
         self._ids_before = set().union(*(self._form.read_ids(file.path) for file in files[-1:]))
         return begin
-
-    def _is_beyond(self, entry: EntryId) -> bool:
-        """Whether a server whose clock was set back has lost the entry: those to come have places before it."""
-        newest: Any = self._shard.connection.scripts.xrevrange(self._shard.keys.kept, count=1)
-        return bool(newest) and EntryId.of(newest[0][0].decode()) < entry
 
     def _mark(self) -> EntryId:
         return _entry_of(self._shard.connection.scripts.hget(self._shard.keys.trainer, "archived"))

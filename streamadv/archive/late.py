@@ -75,9 +75,8 @@ def compute_late(
         outputs[name] = empty_column(share.own.num_tokens, dtype, device)
         for number, pieces in results.pieces(share.positions).items():
             place(np.frombuffer(outputs_of[number][name], dtype), pieces, outputs[name].numpy())
-    known = lay_out(
-        share.own, columns, [name for name in late_needs(record) if name in _all_have(columns)], device
-    )
+    everywhere = set.intersection(*map(set, columns.values())) if columns else set()
+    known = lay_out(share.own, columns, [name for name in late_needs(record) if name in everywhere], device)
     late = {name: torch.from_numpy(_late_column(name, share, seen)).to(device) for name in record.late}
     batch = pack_share(share, results, known, outputs, device).with_columns(**late)
     changed, estimated, _ = run_late_chain(record, share, results, batch)
@@ -90,10 +89,6 @@ def _entry_of(keys: RunKeys, item: ComputedItem) -> dict[bytes, bytes]:
     head = {"batch": item.prepared.item.batch, "header": item.header, "output": output, "output_bytes": "0"}
     numbers = {name.encode(): raw for name, raw in item.results.items()}
     return {name.encode(): text.encode() for name, text in head.items()} | numbers
-
-
-def _all_have(columns: Mapping[str, Mapping[str, Array]]) -> set[str]:
-    return set.intersection(*map(set, columns.values())) if columns else set()
 
 
 def _late_column(name: str, share: Share, seen: Mapping[str, SeenGroup]) -> Array:

@@ -54,11 +54,6 @@ class KeptBatch:
         """What was trained on."""
         return late_share(self.record, list(self.groups.values()), self.seen)
 
-    @property
-    def has_late_steps(self) -> bool:
-        """Whether the trainer has run a part of its chain."""
-        return bool(cut_chain(self.record.chain, self.record.late)[1].steps)
-
     @cached_property
     def without_late(self) -> list[tuple[str, int]]:
         """The trajectories whose late columns are not there."""
@@ -70,7 +65,8 @@ class KeptBatch:
         lines = [f"batch {self.record.k}: {counted(len(self.groups), 'group')}, {rollouts}"]
         if len(self.groups) < self.num_groups:
             lines.append(f"not there: {self.absent_text()}")
-        if self.has_late_steps and (count := len(self.without_late)):
+        late_steps = cut_chain(self.record.chain, self.record.late)[1].steps  # that the trainer has run
+        if late_steps and (count := len(self.without_late)):
             lines.append(
                 f"late: what the trainer made of {', '.join(self.record.late)} is not kept of "
                 f"{counted(count, 'rollout')}; the steps before are compared"

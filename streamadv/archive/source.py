@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from ..run import Run
 from ..run.packets import FetchedPacket, fetch_columns
 from ..status.seen import KeptEntry, kept_entries
-from ..store.keys import RunKeys
 from ..store.replies import as_text
 from ..trajectory.columns import KNOWN_COLUMNS, Array
 from ..trajectory.packet import StoredPacket
@@ -19,24 +18,6 @@ from .folder import Folder
 
 #: Characters of a group's list of packets.
 MAX_LINES: Final = 1 << 24
-
-
-class Source(Protocol):
-    """Kept groups, and the payloads that belong to them."""
-
-    @property
-    def name(self) -> str:
-        """As messages name it."""
-
-    @property
-    def keys(self) -> RunKeys:
-        """Of the run that the groups are of."""
-
-    def entries(self) -> Iterator[KeptEntry]:
-        """All of them, the oldest first in each shard."""
-
-    def fetch(self, packets: Sequence[StoredPacket], names: Sequence[str]) -> Iterator[FetchedPacket]:
-        """The named columns of packets of these entries, as `fetch_columns` has them."""
 
 
 class RunSource:
@@ -48,10 +29,12 @@ class RunSource:
         self.keys = run.manifest.keys
 
     def entries(self) -> Iterator[KeptEntry]:
+        """All of them, the oldest first in each shard."""
         for shard in self._run.shards:
             yield from kept_entries(shard)
 
     def fetch(self, packets: Sequence[StoredPacket], names: Sequence[str]) -> Iterator[FetchedPacket]:
+        """The named columns of packets of these entries, as `fetch_columns` has them."""
         return fetch_columns(self._run, packets, names)
 
 
@@ -88,6 +71,10 @@ class FolderSource:
             group_id = self._places[packet.key][1]
             indices = packet.members.table["index"].tolist()
             yield _packet_of(packet, [row for index in indices for row in rows.get((group_id, index), [])])
+
+
+#: Kept groups, and the payloads that belong to them.
+Source = RunSource | FolderSource
 
 
 def _packet_of(packet: StoredPacket, rows: Sequence[dict[str, Array]]) -> FetchedPacket:

@@ -24,7 +24,9 @@ def add_format_option(parser: argparse.ArgumentParser) -> None:
 
 
 def trajectories_of(path: Path, given: str | None) -> Iterator[Trajectory]:
-    """The trajectories of a file, or of an archive's folder. given: the format, None without --format.
+    """The trajectories of a file, or of an archive's folder, its oldest files first.
+
+    given: the format, None without --format.
 
     Raises TrajectoryError, which names the format that the file seems to have.
     """
@@ -33,7 +35,12 @@ def trajectories_of(path: Path, given: str | None) -> Iterator[Trajectory]:
             raise SettingError(
                 f"--format {given} is of a file, {path} is a folder: leave it out for an archive"
             )
-        yield from _archived(path)
+        require(f"{path}: an archive", "pyarrow")
+        from ..archive.folder import open_folder
+        from ..archive.table import read_trajectories
+
+        for file in sorted(open_folder(path).files(), key=lambda file: file.first):
+            yield from read_trajectories(file.path)
         return
     try:
         yield from FORMATS[given or DEFAULT_FORMAT](path)
@@ -48,16 +55,6 @@ def number_in(path: Path, given: str | None) -> int | None:
     """Trajectories in a file, for a progress bar; None where only reading it tells."""
     is_lines = (given or DEFAULT_FORMAT) == DEFAULT_FORMAT and not path.is_dir()
     return lines_in(path) if is_lines else None
-
-
-def _archived(path: Path) -> Iterator[Trajectory]:
-    """What `streamadv archive` has written into a folder, the oldest files first."""
-    require(f"{path}: an archive", "pyarrow")
-    from ..archive.folder import open_folder
-    from ..archive.table import read_trajectories
-
-    for file in sorted(open_folder(path).files(), key=lambda file: file.first):
-        yield from read_trajectories(file.path)
 
 
 #: Called with how many more are done.

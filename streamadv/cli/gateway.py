@@ -125,37 +125,20 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load the weights that the trainer names into the engines: vLLM 0.32 with VLLM_SERVER_DEV_MODE=1",
     )
-    parser.add_argument(
-        "--idle-s",
-        type=seconds,
-        default=600.0,
-        metavar="S",
-        help="a group ends after so long without a turn (default 600)",
-    )
-    parser.add_argument(
-        "--answer-s",
-        type=seconds,
-        default=1800.0,
-        metavar="S",
-        help="an engine has so long for an answer (default 1800)",
-    )
-    parser.add_argument(
-        "--grace-s",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        help="a rollout fails so long after its client went away in the middle of an answer (default 30)",
-    )
-    parser.add_argument(
-        "--max-open", type=count, default=4096, metavar="N", help="rollouts at once (default 4096)"
-    )
-    parser.add_argument(
-        "--max-turns",
-        type=count,
-        default=32,
-        metavar="N",
-        help="requests of one rollout at once (default 32)",
-    )
+    for option, kind, default, text in (
+        ("--idle-s", seconds, 600.0, "a group ends after so long without a turn"),
+        ("--answer-s", seconds, 1800.0, "an engine has so long for an answer"),
+        (
+            "--grace-s",
+            seconds,
+            30.0,
+            "a rollout fails so long after its client went away in the middle of an answer",
+        ),
+        ("--max-open", count, 4096, "rollouts at once"),
+        ("--max-turns", count, 32, "requests of one rollout at once"),
+    ):
+        metavar, text = "N" if kind is count else "S", f"{text} (default {default:g})"
+        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--max-body", type=size, default=64 << 20, metavar="SIZE", help="of a request (default 64mb)"
     )

@@ -32,7 +32,8 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's, except that words that are not known are an error here, not of the outermost parser."""
         words = list(sys.argv[1:] if args is None else args)
-        if not words and self._commands():
+        has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        if not words and has_commands:
             self.print_help(sys.stderr)
             self.exit(WRONG_USAGE)
         parsed, unknown = super().parse_known_args(words, namespace)
@@ -40,7 +41,9 @@ class CommandParser(argparse.ArgumentParser):
         if options:
             if "run_name" in parsed:
                 self._refuse_settings(words, options, parsed.run_name)
-            self._refuse(options[0])
+            option = options[0].partition("=")[0]
+            known = [name for action in self._actions for name in action.option_strings]
+            self.error(f"unrecognized option {option}{did_you_mean(option, known)}")
         elif unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.get_default('instead') or ''}")
         return parsed, []
@@ -54,14 +57,6 @@ class CommandParser(argparse.ArgumentParser):
             option = found[0].partition("=")[0]
             remedy = f"`streamadv runs create {command}`, or `runs change` where it has another value"
             self.exit(WRONG_USAGE, f"{self.prog}: error: {option} is a setting of the run: use {remedy}\n")
-
-    def _refuse(self, word: str) -> None:
-        option = word.partition("=")[0]
-        known = [name for action in self._actions for name in action.option_strings]
-        self.error(f"unrecognized option {option}{did_you_mean(option, known)}")
-
-    def _commands(self) -> bool:
-        return any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -11,7 +11,6 @@ from ..errors import StreamadvError
 from ..messages import printable
 from ..prompts.figures import TriesSeen, by_prompt, by_source
 from ..prompts.stored import read, read_sets
-from ..run import Run
 from ..status.prompts import SourceProgress, read_ends, read_lines, read_progress
 from ..units import counted, seconds_text
 from . import add_one_shot_options, joined
@@ -39,11 +38,12 @@ def add_parser(subparsers: Any) -> None:
 def list_all(arguments: argparse.Namespace) -> int:
     """Print how far the run is."""
     with joined(arguments, reading=True) as run:
-        lines = read_progress(run, run.now_ms())
-        seen = _by_source(run)
+        lines, ends = read_progress(run, run.now_ms()), read_ends(run)
+        sets = [(prompts.name, by_source(prompts, ends)) for prompts in read_sets(run)]
+    seen = {(name, source): of for name, found in sets for source, of in found.items()}
     if arguments.json:
-        found = [asdict(line) | {"seen": asdict(seen[line.name, line.source])} for line in lines]
-        print(json.dumps({"run": run.name, "prompts": found}))
+        shown = [asdict(line) | {"seen": asdict(seen[line.name, line.source])} for line in lines]
+        print(json.dumps({"run": run.name, "prompts": shown}))
     elif not lines:
         print(f"run {run.name}: no producer has played sa.Prompts(...)")
     else:
@@ -51,13 +51,6 @@ def list_all(arguments: argparse.Namespace) -> int:
             "\n".join(printable(line_of(line) + _seen_text(seen[line.name, line.source])) for line in lines)
         )
     return 0
-
-
-def _by_source(run: Run) -> dict[tuple[str, str], TriesSeen]:
-    """Set and source -> what the last groups have shown."""
-    ends = read_ends(run)
-    sets = [(prompts.name, by_source(prompts, ends)) for prompts in read_sets(run)]
-    return {(name, source): seen for name, found in sets for source, seen in found.items()}
 
 
 def _seen_text(seen: TriesSeen) -> str:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
@@ -65,7 +65,14 @@ def watch(run: Run, arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         show: Callable[[str], object] = partial(print, flush=True)
         if sys.stdout.isatty() and not arguments.json:
-            show = stack.enter_context(_in_place())
+            from rich.live import Live
+            from rich.text import Text
+
+            live = stack.enter_context(Live(auto_refresh=False, screen=True))
+
+            def show(text: str) -> None:
+                live.update(Text(text), refresh=True)
+
         try:
             while True:
                 try:
@@ -78,16 +85,6 @@ def watch(run: Run, arguments: argparse.Namespace) -> int:
                 time.sleep(WATCH_SECONDS)
         except KeyboardInterrupt:
             return INTERRUPTED
-
-
-@contextmanager
-def _in_place() -> Iterator[Callable[[str], object]]:
-    """What shows a text on the terminal in place of the one before."""
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False, screen=True) as live:
-        yield lambda text: live.update(Text(text), refresh=True)
 
 
 def text_of(run: Run, arguments: argparse.Namespace) -> tuple[str, bool]:

@@ -126,8 +126,11 @@ def run(arguments: argparse.Namespace) -> int:
             "STREAMADV_METRICS_PORT": "0",  # of the commands: a free one for each
         }
         gateway = _gateway_words(arguments, environment)
-        if arguments.scorers:
-            _name_scorers(url, settings.run, arguments.scorers)
+        if arguments.scorers:  # before its processes start
+            scorers = tuple(map(scorer_name, arguments.scorers))
+            with Connection(url) as connection:
+                connection.wait_until_ready()
+                open_run(connection, settings.run, RunSettings(scorers=scorers))
         plan = Plan(
             environment,
             arguments.groupers,
@@ -171,13 +174,6 @@ def _write_example(arguments: argparse.Namespace) -> int:
         say(f"it needs {', '.join(missing)}: {remedy(*missing)}")
     say(f"run it: cd {arguments.example} && streamadv up")
     return 0
-
-
-def _name_scorers(url: str, run: str, scorers: list[str]) -> None:
-    """Write them into the run's settings, in this order, before its processes start."""
-    with Connection(url) as connection:
-        connection.wait_until_ready()
-        open_run(connection, run, RunSettings(scorers=tuple(map(scorer_name, scorers))))
 
 
 class _OwnServer:

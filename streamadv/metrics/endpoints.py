@@ -212,9 +212,16 @@ class _Handler(BaseHTTPRequestHandler):
             case "/metrics" | "/readyz" if not self.server.may_ask(self.request):
                 self._reply(503, f"{MAX_REQUESTS} requests are being answered: ask again\n")
             case "/metrics":
-                self._metrics(url.query)
+                names = parse_qs(url.query).get("name[]")
+                encode, kind = choose_encoder(self.headers.get("Accept") or "")
+                view: Any = _View(self.server.registry, self.server.labels, set(names) if names else None)
+                self._reply(200, encode(view), kind)
             case "/readyz":
-                self._readiness()
+                try:
+                    problem = self.server.readiness.answer()
+                except Exception as error:  # whatever it is, the process cannot work
+                    problem = str(error)
+                self._reply(503 if problem else 200, f"{problem or 'ready'}\n")
             case _:
                 self._reply(404, "there are /metrics, /livez and /readyz\n")
 
@@ -222,19 +229,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
-
-    def _metrics(self, query: str) -> None:
-        names = parse_qs(query).get("name[]")
-        encode, kind = choose_encoder(self.headers.get("Accept") or "")
-        registry: Any = _View(self.server.registry, self.server.labels, set(names) if names else None)
-        self._reply(200, encode(registry), kind)
-
-    def _readiness(self) -> None:
-        try:
-            problem = self.server.readiness.answer()
-        except Exception as error:  # whatever it is, the process cannot work
-            problem = str(error)
-        self._reply(503 if problem else 200, f"{problem or 'ready'}\n")
 
     def _reply(self, status: int, body: str | bytes, kind: str = PLAIN) -> None:
         data = body.encode() if isinstance(body, str) else body

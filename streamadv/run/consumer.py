@@ -155,15 +155,12 @@ class Consumer:
                     return entries
             if not wait:
                 return []
-        with metrics.wait(self.stage):
-            return self._wait_for_entries(count)
-
-    def _wait_for_entries(self, count: int) -> list[Entry]:
         block_ms = BLOCK_MS if len(self._cursors) == 1 else SHARED_BLOCK_MS
-        started = clock.now()
-        entries = self._read(self._cursors[self._turn], count, block_ms)
-        if not entries and clock.now() - started < block_ms / 2000:
-            self.stop.wait(SHARED_BLOCK_MS / 1000)  # a server that does not block must not be asked in a loop
+        with metrics.wait(self.stage):
+            started = clock.now()
+            entries = self._read(self._cursors[self._turn], count, block_ms)
+            if not entries and clock.now() - started < block_ms / 2000:
+                self.stop.wait(SHARED_BLOCK_MS / 1000)  # a server that does not block is not asked in a loop
         return entries
 
     def done(self, entries: Sequence[Entry]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Container, Mapping, Set
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import Field, TypeAdapter
 
 from .. import clock
 from .malformed import reject
@@ -178,6 +179,7 @@ BEAT_S: Final = 10.0
 RANK_TIMEOUT_S: Final = 30.0
 FIELD: Final = "rank:"
 MAX_RANKS: Final = 1 << 20
+MOST: Final = 10**15  # of batches, and of seconds
 
 _FIELD: Final = re.compile(FIELD + "([0-9]{1,7})")
 _HEARTBEAT: Final = re.compile("[0-9]{1,15} ")  # when, by the server's clock; the report follows
@@ -190,27 +192,25 @@ Doing = Literal["waits", "trains", "left"]
 class RankReport:
     """One heartbeat of a rank."""
 
-    world_size: int
+    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     doing: Doing
-    batch: int | None  # delivered last; None before the first one
-    batch_s: float | None  # seconds since then
+    batch: Annotated[int, Field(ge=0, lt=MOST)] | None  # delivered last; None before the first one
+    batch_s: Annotated[float, Field(ge=0, lt=MOST, allow_inf_nan=False)] | None  # seconds since then
 
     def to_json(self) -> str:
         """As it is stored."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return _REPORT.dump_json(self).decode()
 
-    @classmethod
-    def parse(cls, text: str) -> Self | None:
+    @staticmethod
+    def parse(text: str) -> RankReport | None:
         """The report in a stored text; None if somebody else has written it."""
         try:
-            data: Any = json.loads(text)
-            report = cls(int(data["world_size"]), data["doing"], data["batch"], data["batch_s"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+            return _REPORT.validate_json(text)
+        except ValueError:
             return None
-        numbers = (report.batch or 0, report.batch_s or 0.0)
-        is_sound = all(isinstance(number, int | float) and 0 <= number < 1e15 for number in numbers)
-        is_known = report.doing in get_args(Doing) and 1 <= report.world_size <= MAX_RANKS
-        return report if is_sound and is_known else None
+
+
+_REPORT: Final = TypeAdapter(RankReport)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,10 @@ def trim_kept(shard: Shard, manifest: Manifest, memory: Mapping[str, Any]) -> bo
     """
     limit, budget = int(int(memory.get("maxmemory", 0)) * MAXMEMORY_SHARE), manifest.keep_bytes
     budget = (min(budget, limit) if limit else budget) // len(manifest.keys.salts)
-    forgotten: int = shard.call("trim_kept", [_keeping(manifest, budget)])
-    return forgotten >= TRIM_COUNT
-
-
-def _keeping(manifest: Manifest, budget: int) -> str:
-    """What the scripts of a shard may keep, see `lua/lib/keep.lua`."""
     shares = [1.0 if manifest.archive else manifest.keep[kind] for kind in KEPT_KINDS]
-    return " ".join([str(budget), *map(repr, shares), *(["archive"] if manifest.archive else [])])
+    keeping = [str(budget), *map(repr, shares), *(["archive"] if manifest.archive else [])]
+    forgotten: int = shard.call("trim_kept", [" ".join(keeping)])  # see `lua/lib/keep.lua`
+    return forgotten >= TRIM_COUNT
 
 
 class Numbers(NamedTuple):

@@ -16,18 +16,9 @@ from ..store.replies import as_int
 QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
 #: The counters without a reason.
 COUNTERS: Final = (
-    *("pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged"),
-    *(
-        "rollouts_packets",
-        "scoring_packets",
-        "live_bytes",
-        "dead_bytes",
-        "kept_bytes",
-        "groups_abandoned",
-        "groups_eval",
-    ),
-    "malformed",
-)
+    "pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged", "rollouts_packets",
+    "scoring_packets", "live_bytes", "dead_bytes", "kept_bytes", "groups_abandoned", "groups_eval", "malformed",
+)  # fmt: skip
 #: How a group ends.
 ENDINGS: Final = (*(outcome for outcome in OUTCOMES if outcome != "other"), "dead", "malformed", "trained")
 #: Why trajectories are dropped: beside the outcomes of their groups.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, islice, repeat
-from typing import Any, Final, Literal, NamedTuple, Protocol, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter
@@ -95,19 +95,6 @@ class SeenGroup:
     """Of a waiting or kept group: its entry in the log."""
 
 
-class Place(Protocol):
-    """Where a group was seen."""
-
-    @property
-    def where(self) -> Where: ...
-    @property
-    def shard(self) -> int: ...
-    @property
-    def entry(self) -> str: ...
-    @property
-    def group_id(self) -> str: ...
-
-
 def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
     """All groups of one kind, the oldest first in each shard. What cannot be read at all is left out."""
     readers = {"open": _read_open, "waiting": _read_waiting, "dead": _read_dead}
@@ -117,7 +104,7 @@ def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
 
 def kept_pages(shard: Shard, start: str = "-", *, back: bool = False) -> Iterator[list[SeenGroup]]:
     """Kept groups of a shard by pages, see `entry_pages`."""
-    for page in entry_pages(shard.connection, shard.keys.kept, start, back=back):
+    for page in entry_pages(shard.connection, shard.keys.kept, start, back=back, count=PAGE):
         yield _seen(shard.index, "kept", page)
 
 
@@ -125,16 +112,6 @@ def oldest_kept(shard: Shard) -> str | None:
     """The oldest kept entry of a shard; None without any."""
     first: Any = shard.connection.scripts.xrange(shard.keys.kept, "-", "+", 1)
     return first[0][0].decode() if first else None
-
-
-def read_again(run: Run, group: Place) -> SeenGroup | None:
-    """The group of this place as it is now; wherever it is once it has left this place."""
-    shard = run.shards[group.shard]
-    if group.where == "kept":
-        page: Any = shard.connection.scripts.xrange(shard.keys.kept, group.entry, group.entry, 1)
-        if page:
-            return KeptEntry(shard.index, group.entry, page[0][1]).seen()
-    return find_group(run, group.group_id)
 
 
 def find_group(run: Run, group_id: str) -> SeenGroup | None:

@@ -168,30 +168,19 @@ def _stream_state(group: str, reply: Iterator[Any], now_ms: int) -> StreamState:
     fields: dict[str, Any] = next(
         (fields for fields in map(as_mapping, consumer_groups) if fields["name"] == group.encode()), {}
     )
-    return StreamState(
-        length=length,
-        pending=fields.get("pending", 0),
-        consumers=fields.get("consumers", 0),
-        oldest_age_s=_age_s(oldest[0][0], now_ms) if oldest else None,
-    )
-
-
-def _age_s(entry: bytes, now_ms: int) -> float:
-    return max(0, now_ms - int(entry.partition(b"-")[0])) / 1000
+    age_s = max(0, now_ms - int(oldest[0][0].partition(b"-")[0])) / 1000 if oldest else None
+    return StreamState(length, fields.get("pending", 0), fields.get("consumers", 0), age_s)
 
 
 def problems_of(shard: ShardState) -> list[str]:
     """Contradictions, one a line; [] when the shard balances."""
-    return [*_sums(shard), *_structures(shard), *_numbers(shard)]
-
-
-def _sums(shard: ShardState) -> Iterator[str]:
-    pushed, accounted = shard.ledger.pushed, shard.ledger.accounted
-    if pushed != accounted:
-        yield f"pushed is {pushed}, accounted for are {accounted}"
+    return [*_structures(shard), *_numbers(shard)]
 
 
 def _structures(shard: ShardState) -> Iterator[str]:
+    pushed, accounted = shard.ledger.pushed, shard.ledger.accounted
+    if pushed != accounted:
+        yield f"pushed is {pushed}, accounted for are {accounted}"
     scoring = sum(stream.length for name, stream in shard.streams.items() if name.startswith("scoring:"))
     for counter, length, what in (
         ("rollouts_packets", shard.streams["rollouts"].length, "entries in the rollouts stream"),

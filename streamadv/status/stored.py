@@ -70,7 +70,11 @@ def walk(run: Run, keys: ShardKeys) -> StoredData:
     _walk_streams(run, keys, stored)
     _walk_open_groups(run, keys, stored)
     _walk_groups_log(run, keys, stored)
-    _walk_dead_letters(run, keys, stored)
+    for group_id in _ids(stored, "dead", run.connection.scripts.zscan_iter(keys.dead, count=PAGE)):
+        stored.dead_groups.append(group_id)
+        letter = hash_at(run, keys.dead_group(group_id))
+        lines = b"" if b"emptied" in letter else letter.get(b"log:payloads", b"")
+        _refer_lines(stored, stored.dead, lines, f"dead group {group_id}")
     for entry, fields in _entries(run, keys.kept):
         stored.kept_bytes += as_count(fields.get(b"bytes"))
         _refer_lines(stored, stored.kept, fields.get(b"payloads", b""), f"entry {entry} of kept")
@@ -217,15 +221,6 @@ def _walk_groups_log(run: Run, keys: ShardKeys, stored: StoredData) -> None:
                 stored.problems.append(f"{place}: {group.problem}")
             else:
                 stored.uncounted += sum(len(packet.members) for packet in group.packets) - group.count
-
-
-def _walk_dead_letters(run: Run, keys: ShardKeys, stored: StoredData) -> None:
-    dead_groups = run.connection.scripts.zscan_iter(keys.dead, count=PAGE)
-    for group_id in _ids(stored, "dead", dead_groups):
-        stored.dead_groups.append(group_id)
-        letter = hash_at(run, keys.dead_group(group_id))
-        lines = b"" if b"emptied" in letter else letter.get(b"log:payloads", b"")
-        _refer_lines(stored, stored.dead, lines, f"dead group {group_id}")
 
 
 def _refer_lines(stored: StoredData, sizes: dict[str, int], lines: bytes, place: str) -> None:

@@ -21,8 +21,8 @@ def number_text(number: int) -> str:
 
 def why(group: SeenGroup, manifest: Manifest) -> str:
     """Why the group has ended so, or what it waits for. manifest: of its run."""
-    judged = [m.reward for m in group.members if m.rollout_index in group.counting and not m.is_baseline]
-    rewards = [reward for reward in judged if reward is not None]
+    counting = [m for m in group.members if m.rollout_index in group.counting]
+    rewards = [m.reward for m in counting if m.reward is not None and not m.is_baseline]
     match group.outcome:
         case "open":
             return _missing(group)
@@ -47,7 +47,9 @@ def why(group: SeenGroup, manifest: Manifest) -> str:
         case "incomplete":
             return f"{_usable(group)}, and no others can come"
         case "stale":
-            return _stale(group)
+            versions = [m.versions[0] for m in counting if m.versions]
+            k, drop_after = group.naming or (None, None)
+            return f"oldest version {min(versions, default='unknown')}, batch {k}, drop_after {drop_after}"
         case "rolled_back":
             return f"begun at version {group.version}, which the checkpoint that was loaded has taken back"
         case "no_train_members":
@@ -89,9 +91,3 @@ def _too_easy_or_hard(rewards: Sequence[float], manifest: Manifest) -> str:
     if high is not None and mean >= high:
         return f"mean reward {mean:.4g}, difficulty_high {high:g}"
     return f"mean reward {mean:.4g}" + ("" if low is None else f", difficulty_low {low:g}")
-
-
-def _stale(group: SeenGroup) -> str:
-    versions = [m.versions[0] for m in group.members if m.versions and m.rollout_index in group.counting]
-    k, drop_after = group.naming or (None, None)
-    return f"oldest version {min(versions, default='unknown')}, batch {k}, drop_after {drop_after}"

@@ -89,26 +89,6 @@ class RLock(Bell):
             self.release()
 
 
-class Condition(RLock):
-    """As threading.Condition with a lock of its own."""
-
-    def __init__(self, world: Scheduler) -> None:
-        super().__init__(world)
-        self._news = Bell(world)
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        # Between two doors nobody else runs, so a look needs no lock.
-        count, self._count = self._count, 1
-        self.release()
-        result = self._news.wait_until(predicate, timeout)
-        self.acquire()
-        self._count = count
-        return result
-
-    def notify_all(self) -> None:
-        self._news.ring()
-
-
 class Queue(Bell):
     """As queue.Queue and queue.SimpleQueue."""
 

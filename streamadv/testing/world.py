@@ -25,7 +25,7 @@ from .async_wire import AsyncConnection, Loop
 from .plan import Choices, Plan
 from .server import EPOCH_S, Server
 from .strands import Killed, Process, Stuck
-from .waits import Condition, Event, Queue, RLock, Thread
+from .waits import Event, Queue, RLock, Thread
 from .wire import URL, Commands, Connection
 
 __all__ = ["URL", "Killed", "Stuck", "World"]
@@ -392,7 +392,6 @@ _DOORS: Final[Mapping[str, Callable[[World], Any]]] = {
     "Event": lambda world: _outside(world, lambda: Event(world), threading.Event),
     "Thread": lambda world: _outside(world, lambda **given: Thread(world, **given), threading.Thread),
     "RLock": lambda world: _outside(world, lambda: RLock(world), threading.RLock),
-    "Condition": lambda world: _outside(world, lambda: Condition(world), threading.Condition),
     "Queue": lambda world: _outside(world, lambda size=0: Queue(world, size), queue.Queue),
     "SimpleQueue": lambda world: _outside(world, lambda: Queue(world), queue.SimpleQueue),
     "wall": lambda world: _outside(world, world.wall, time.time),

@@ -73,9 +73,10 @@ class AwayError(Exception):
 
 
 class Desk:
-    """A run that one thread reads, with what it remembers."""
+    """A run that a thread of its own reads, with what it remembers."""
 
     def __init__(self, url: str, name: str, tokenizer: str | None) -> None:
+        self._thread = ThreadPoolExecutor(1, "view")
         self._connection = Connection(url, reply_timeout=REPLY_S)
         self._name, self._tokenizer = name, tokenizer
         self._run: Run | None = None
@@ -100,14 +101,11 @@ class Desk:
             self._texts = open_tokenizer(self._tokenizer, self.run.manifest.tokenizer)
         return self._texts
 
-    @property
-    def kept_share(self) -> str:
-        """The share of the groups that were trained on that are kept; "" = none."""
-        share = share_kept(self.run.manifest, "trained")
-        return f"{100 * share:.3g} %" if share else ""
-
-    def ask(self, question: Callable[[Desk], T]) -> T:
+    async def ask(self, question: Callable[[Desk], T]) -> T:
         """The answer. Raises AwayError."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, question)
+
+    def _answer(self, question: Callable[[Desk], T]) -> T:
         try:
             self._join()
             return question(self)
@@ -120,23 +118,8 @@ class Desk:
             raise AwayError(str(error)) from None
 
     def close(self) -> None:
-        self._connection.close()
-
-
-class Reader:
-    """A desk in a thread of its own."""
-
-    def __init__(self, url: str, name: str, tokenizer: str | None) -> None:
-        self._desk = Desk(url, name, tokenizer)
-        self._thread = ThreadPoolExecutor(1, "view")
-
-    async def ask(self, question: Callable[[Desk], T]) -> T:
-        """The answer. Raises AwayError."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._desk.ask, question)
-
-    def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._desk.close()
+        self._connection.close()
 
 
 class Screens:
@@ -145,7 +128,7 @@ class Screens:
     def __init__(self, url: str, run: str, tokenizer: str | None) -> None:
         self._name = run
         #: Of the board and the book, of what people open, and of batches that are computed again, which takes longest.
-        self._now, self._rows, self._again = (Reader(url, run, tokenizer) for _ in range(3))
+        self._now, self._rows, self._again = (Desk(url, run, tokenizer) for _ in range(3))
         self._pages, self._panels = environment(), load_points(VIEWS)
         self._reading: asyncio.Task[str] | None = None
         self._read_at = float("-inf")
@@ -295,7 +278,9 @@ class Screens:
             shown = batch_view(desk.run, lines, k, desk.texts) if k >= 0 else None
             rewards = [reward for line in lines for reward in line.known]
             low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-            return {"known": known, "batch": shown, "low": low, "high": high, "kept": desk.kept_share}
+            share = share_kept(desk.run.manifest, "trained")
+            kept = f"{100 * share:.3g} %" if share else ""
+            return {"known": known, "batch": shown, "low": low, "high": high, "kept": kept}
 
         found = await self._rows.ask(question)
         again, k = None, found["batch"]["k"] if found["batch"] else -1

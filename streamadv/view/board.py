@@ -245,14 +245,6 @@ def _staleness(status: Status) -> Notes:
 def _doing(status: Status) -> tuple[str, str]:
     """What the trainer does, and where its batch is."""
     trainer = status.trainer
-    k = {"waits": trainer.version, "trains": trainer.batch}.get(trainer.state)
-    return _doing_in_words(status), BATCH if k is None else f"{BATCH}?k={k}"
-
-
-def _doing_in_words(status: Status) -> str:
-    trainer = status.trainer
-    if is_over(status):
-        return "the run has ended"
     heard = "" if trainer.silent_s is None else f" for {seconds_text(trainer.silent_s)}"
     words = {
         "none": "no trainer has taken the run",
@@ -262,4 +254,6 @@ def _doing_in_words(status: Status) -> str:
         "left": "has left",
         "ended": "has seen the end",
     }
-    return words[trainer.state]
+    k = {"waits": trainer.version, "trains": trainer.batch}.get(trainer.state)
+    text = "the run has ended" if is_over(status) else words[trainer.state]
+    return text, BATCH if k is None else f"{BATCH}?k={k}"

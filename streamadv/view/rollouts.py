@@ -13,7 +13,7 @@ from .. import clock
 from ..messages import one_line
 from ..run import Run
 from ..status.kept import read_trajectories
-from ..status.seen import SeenGroup, find_group, read_again
+from ..status.seen import KeptEntry, SeenGroup, find_group
 from ..status.turns import Turn, advantage_range, turns_of
 from ..trajectory.columns import LOG_PROBS, Array
 from ..trajectory.schema import Row, Trajectory
@@ -72,6 +72,16 @@ def find(run: Run, lines: Sequence[Line], group_id: str) -> SeenGroup | None:
     """The group of this id, by its line in the book if it has one."""
     line = next((line for line in lines if line.group_id == group_id), None)
     return find_group(run, group_id) if line is None else read_again(run, line)
+
+
+def read_again(run: Run, line: Line) -> SeenGroup | None:
+    """The group of this line as it is now; wherever it is once it has left its place."""
+    if line.where == "kept":
+        shard = run.shard(line.shard)
+        page: Any = shard.connection.scripts.xrange(shard.keys.kept, line.entry, line.entry, 1)
+        if page:
+            return KeptEntry(shard.index, line.entry, page[0][1]).seen()
+    return find_group(run, line.group_id)
 
 
 def search(run: Run, lines: Sequence[Line], text: str, texts: Ids) -> tuple[list[Line], int]:
