@@ -252,7 +252,8 @@ class ShardArchive:
 
     def _write(self, entries: Sequence[KeptEntry]) -> None:
         """Append what the files do not have: a group ends once, also if a server has lost that and it ends again."""
-        fresh = [entry for entry in entries if not self._has(_group_of(entry))]
+        known = (self._ids, self._ids_before, self._returning)
+        fresh = [entry for entry in entries if not any(entry.group_id in ids for ids in known)]
         groups = [self._read(entry) for entry in fresh]
         if groups:
             kinds = _readable(self._run.manifest.columns)
@@ -263,16 +264,13 @@ class ShardArchive:
                 self._file, self._kinds = self._form.create(path, kinds), kinds
                 self._first, self._since = EntryId.of(fresh[0].id), clock.now()
             self._file.write(groups)
-            self._ids.update(map(_group_of, fresh))
+            self._ids.update(entry.group_id for entry in fresh)
         self._read_to, self._last_group = EntryId.of(entries[-1].id), _id_of(entries[-1])
         self._bytes += sum(map(_size, fresh))
         trajectories = sum(len(group.trajectories) for group in groups)
         self.count = self.count._replace(
             groups=self.count.groups + len(groups), trajectories=self.count.trajectories + trajectories
         )
-
-    def _has(self, group_id: str) -> bool:
-        return group_id in self._ids or group_id in self._ids_before or group_id in self._returning
 
     def _read(self, entry: KeptEntry) -> Archived:
         """A group with its tokens."""
@@ -315,10 +313,6 @@ def _entry_of(mark: Any) -> EntryId:
 
 def _id_of(entry: KeptEntry) -> bytes:
     return entry.fields.get(b"group_id", b"")
-
-
-def _group_of(entry: KeptEntry) -> str:
-    return as_text(_id_of(entry))
 
 
 def _size(entry: KeptEntry) -> int:

@@ -52,9 +52,8 @@ class FolderSource:
 
         for file in self._folder.files():
             for entry in read_entries(file.path):
-                group_id = as_text(entry.fields.get(b"group_id", b""))
                 for line in as_text(entry.fields.get(b"payloads", b""), MAX_LINES).splitlines():
-                    self._places[line.partition(" ")[0]] = file.path, group_id
+                    self._places[line.partition(" ")[0]] = file.path, entry.group_id
                 yield entry
 
     def fetch(self, packets: Sequence[StoredPacket], names: Sequence[str]) -> Iterator[FetchedPacket]:

@@ -207,6 +207,10 @@ class KeptEntry(NamedTuple):
     id: str
     fields: Fields
 
+    @property
+    def group_id(self) -> str:
+        return as_text(self.fields.get(b"group_id", b""))
+
     def seen(self) -> SeenGroup:
         """Its group, as people look at it."""
         (group,) = _seen(self.shard, "kept", [(self.id, self.fields)])

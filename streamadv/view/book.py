@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, Final, Self
 
 from .. import clock
+from ..archive.folder import EntryId
 from ..errors import SettingError
 from ..messages import brief
 from ..run import Run, Shard
@@ -204,7 +205,9 @@ class _Kept:
         first = oldest_kept(self._shard)
         if first != self._first:
             self.lines = {
-                entry: line for entry, line in self.lines.items() if first and _order(entry) >= _order(first)
+                entry: line
+                for entry, line in self.lines.items()
+                if first and EntryId.of(entry) >= EntryId.of(first)
             }
             self._first = first
 
@@ -212,7 +215,7 @@ class _Kept:
         self.lines.update({group.entry: Line.of(group, self._run) for group in page})
         entries = [*(group.entry for group in page), *(self._ends or ())]
         if entries:
-            self._ends = min(entries, key=_order), max(entries, key=_order)
+            self._ends = min(entries, key=EntryId.of), max(entries, key=EntryId.of)
 
 
 class Book:
@@ -236,7 +239,7 @@ class Book:
         lines = list[Line]()
         for place in PLACES:
             if place == "kept":
-                found = sorted(self.kept(), key=lambda line: _order(line.entry))
+                found = sorted(self.kept(), key=lambda line: EntryId.of(line.entry))
             else:
                 found = [Line.of(group, self._run) for group in read_groups_at(self._run, place)]
             lines += sorted(found, key=lambda line: line.ended_ms or 0, reverse=True)
@@ -315,8 +318,3 @@ def _within(value: float | None, low: float | None, high: float | None) -> bool:
     if low is None and high is None:
         return True
     return value is not None and (low is None or value >= low) and (high is None or value <= high)
-
-
-def _order(entry: str) -> tuple[int, int]:
-    ms, _, number = entry.partition("-")
-    return int(ms), int(number or 0)

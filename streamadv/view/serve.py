@@ -7,8 +7,9 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -41,37 +42,36 @@ def serving(
     listening = _listen(host, port)
     bound = listening.getsockname()[1]
     hosts = None if password else frozenset({"127.0.0.1", "localhost", "::1", host})
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    over: list[asyncio.Event] = []
+    ready, ends = threading.Event(), list[Callable[[], object]]()
 
     async def serve() -> None:
-        over.append(asyncio.Event())
+        over = asyncio.Event()
+        ends.append(partial(asyncio.get_running_loop().call_soon_threadsafe, over.set))
         screens = Screens(url, run, tokenizer)
         runner = web.AppRunner(make_app(screens, password, hosts), access_log=None, shutdown_timeout=END_S)
         await runner.setup()
         await web.SockSite(runner, listening).start()
         ready.set()
-        await over[0].wait()
+        await over.wait()
         await runner.cleanup()
-        await loop.run_in_executor(None, screens.close)
+        await asyncio.to_thread(screens.close)
 
-    thread = threading.Thread(target=lambda: _run(loop, serve(), ready), name="view", daemon=True)
+    def body() -> None:
+        try:
+            asyncio.run(serve())
+        finally:
+            ready.set()  # whoever waits for a server that cannot begin
+
+    thread = threading.Thread(target=body, name="view", daemon=True)
     thread.start()
     ready.wait()
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
     finally:
-        if over and not loop.is_closed():
-            loop.call_soon_threadsafe(over[0].set)
+        for end in ends:
+            with suppress(RuntimeError):  # the loop is closed: it has ended by itself
+                end()
         thread.join()
-
-
-def _run(loop: asyncio.AbstractEventLoop, main: object, ready: threading.Event) -> None:
-    try:
-        loop.run_until_complete(main)  # type: ignore[arg-type]
-    finally:
-        ready.set()  # whoever waits for a server that cannot begin
-        loop.close()
 
 
 def _is_own(host: str) -> bool:
