@@ -7,8 +7,6 @@ the docstrings name the differences, and docs/reference/estimators.md lists them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from ..algorithms.scan import reverse_scan
 from ..algorithms.token_rewards import credited
 from ..algorithms.whitening import whiten
 from .entrance import checked
-from .layout import as_batch, ungrouped
+from .layout import as_batch, to_padded
 
 Pair = tuple[Tensor, Tensor]
 
@@ -113,15 +111,10 @@ def compute_optimal_token_baseline_advantage(
         handle_zero_tail = peer_quirks != "verl-2026-01"
     column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
     everyone = torch.ones(len(response_mask), dtype=torch.bool, device=response_mask.device)
-    columns = (token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
-    return _token_baseline(
-        response_mask,
-        index,
-        columns,
-        lambda batch: baseline_scan(
-            batch, batch.trainable_tokens, column, everyone, handle_zero_tail, epsilon
-        ),
-    )
+    columns = _columns(token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
+    batch, order = as_batch(response_mask, columns, index=index)
+    estimate = baseline_scan(batch, batch.trainable_tokens, column, everyone, handle_zero_tail, epsilon)
+    return _token_baseline(estimate, batch, order, response_mask.shape)
 
 
 @checked
@@ -138,28 +131,18 @@ def compute_tir_optimal_token_baseline_advantage(
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
     """The optimal token baseline, rows compared at equal numbers of trainable tokens."""
-    columns = (token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
-    options = {"handle_zero_tail": handle_zero_tail, "epsilon": epsilon}
-    return _token_baseline(
-        response_mask, index, columns, lambda batch: optimal_token_baseline(batch, **options)
-    )
+    columns = _columns(token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
+    batch, order = as_batch(response_mask, columns, index=index)
+    estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail, epsilon=epsilon)
+    return _token_baseline(estimate, batch, order, response_mask.shape)
 
 
-def _token_baseline(
-    response_mask: Tensor,
-    index: Labels,
-    columns: Sequence[Tensor | None],
-    estimate: Callable[[PackedBatch], Estimate],
-) -> Pair:
+def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor, shape: torch.Size) -> Pair:
     """Advantages on trainable tokens, and returns carried over to masked ones as in verl."""
-    names = ("token_level_rewards", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-    given = {name: column for name, column in zip(names, columns, strict=True) if column is not None}
-    batch, order = as_batch(response_mask, given, index=index)
+    assert estimate.returns is not None
     rewards = batch.trainable_tokens.only(batch.column("token_level_rewards"))
     returns = reverse_scan(rewards, 1.0, batch.all_tokens)
-    results = (values.view(response_mask.shape) for values in (estimate(batch).advantages, returns))
-    advantages, returns = (ungrouped(values, order) for values in results)
-    return advantages, returns
+    return to_padded(estimate.advantages, order, shape), to_padded(returns, order, shape)
 
 
 def _token_batch(
@@ -167,3 +150,14 @@ def _token_batch(
 ) -> PackedBatch:
     batch, _ = as_batch(response_mask, {"token_level_rewards": token_level_rewards, **columns})
     return batch if peer_quirks else batch.with_columns(token_level_rewards=credited(batch))
+
+
+def _columns(
+    rewards: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
+) -> dict[str, Tensor]:
+    columns = {
+        "token_level_rewards": rewards,
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": sum_pi_squared,
+    }
+    return columns if weights is None else {**columns, "rollout_is_weights": weights}

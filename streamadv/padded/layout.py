@@ -62,7 +62,7 @@ def as_batch(
       counted: False leaves row_trainable at -1 (unknown), which saves a pass over the mask.
 
     Returns:
-      The batch, and the order [B] of the padded rows in it, which `ungrouped` needs.
+      The batch, and the order [B] of the padded rows in it, which `ungrouped` and `to_padded` need.
     """
     rows, width = mask.shape
     device = mask.device
@@ -107,3 +107,8 @@ def _rows(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, 
 def _no_steps(device: torch.device) -> Steps:
     none = torch.zeros(0, dtype=torch.int64, device=device)
     return Steps(none, none, none, none, none.double(), none, num_tokens=0)
+
+
+def to_padded(values: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
+    """[B, T] float32: packed results, its rows in the order of the padded batch."""
+    return ungrouped(values.view(shape), order)
