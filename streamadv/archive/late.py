@@ -100,9 +100,9 @@ def _late_column(name: str, share: Share, seen: Mapping[str, SeenGroup]) -> Arra
 
 def _by_member(share: Share, made: Mapping[str, torch.Tensor]) -> Made:
     found: Made = {}
-    arrays = {name: values.cpu().numpy() for name, values in made.items()}
     arrays = {
-        name: values.view(np.uint8) if values.dtype == np.bool_ else values for name, values in arrays.items()
+        name: (values.view(torch.uint8) if values.dtype == torch.bool else values).cpu().numpy()
+        for name, values in made.items()
     }
     bounds = pairwise(offsets(share.own.members.table["tokens"]).tolist())
     for member, (start, stop) in enumerate(bounds):

@@ -144,11 +144,9 @@ def _print_summary(done: Counter[str], output: Path | None) -> None:
     trajectories = counted(done["trajectories"], "trajectory", "trajectories")
     groups, batches = counted(done["groups"], "group"), counted(done["batches"], "batch", "batches")
     where = "stdout" if output is None else output
-    beyond = (
-        f" ({done['beyond']} beyond --max-groups: a batch named by another trainer comes whole)"
-        if done["beyond"]
-        else ""
-    )
+    beyond = ""
+    if done["beyond"]:
+        beyond = f" ({done['beyond']} beyond --max-groups: a batch named by another trainer comes whole)"
     announce(f"consumed {trajectories} of {groups} in {batches}{beyond}: {where}", "consumed")
 
 

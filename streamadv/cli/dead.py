@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import NotPermittedError, SettingError, StreamadvError
 from ..logs import announce
@@ -17,8 +17,6 @@ from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, joined
 from .files import progress
-
-T = TypeVar("T")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -98,8 +96,8 @@ def purge_some(arguments: argparse.Namespace) -> int:
 
 
 def _done(
-    run: Run, arguments: argparse.Namespace, act: Callable[[str], T], what: str
-) -> Iterator[tuple[str, T]]:
+    run: Run, arguments: argparse.Namespace, act: Callable[[str], Any], what: str
+) -> Iterator[tuple[str, Any]]:
     """The named groups, each with what `act` has returned. With --all one that refuses is said and left out."""
     groups = _named(run, arguments, requeueable=what == "requeued")
     with progress(what, len(groups)) as advance:

@@ -222,13 +222,10 @@ def _trainer_line(status: Status) -> str:
         if (trainer.silent_s or 0.0) > HEARD_S:
             did = "trained on it then" if trainer.state == "trains" else "waited for the next one"
             return f"trainer: silent for {seconds_text(trainer.silent_s or 0.0)}, {got}, {did}"
-        return f"trainer: alive{ranks}, {got}, {_doing(status)}"
+        doing = "trains on it"
+        if trainer.state != "trains":
+            reasons = reasons_of(status) or [ordinary_wait(status)]
+            doing = f"waits for batch {trainer.version} ({reasons[0].text})"
+        return f"trainer: alive{ranks}, {got}, {doing}"
     state = {"lost": "DEAD", "left": "has left", "ended": "has seen the end of the run"}[trainer.state]
     return f"trainer: {state}, heard of {seconds_text(trainer.silent_s or 0.0)} ago, {got}"
-
-
-def _doing(status: Status) -> str:
-    if status.trainer.state == "trains":
-        return "trains on it"
-    reasons = reasons_of(status) or [ordinary_wait(status)]
-    return f"waits for batch {status.trainer.version} ({reasons[0].text})"

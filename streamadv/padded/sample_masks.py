@@ -111,21 +111,20 @@ def sample_level_mask(
     rows = len(scores)
     lengths = (response_mask != 0).sum(1)
     all_rows = torch.ones(rows, device=response_mask.device)
-    row_masks = {
-        "max_len": (lengths != max_response_length).float() if max_len_mask else all_rows,
-        "difficulty": unchecked(difficulty_mask)(
+    row_masks = dict.fromkeys(("max_len", "difficulty", "error_len"), all_rows)
+    if max_len_mask:
+        row_masks["max_len"] = (lengths != max_response_length).float()
+    if use_difficulty_mask:
+        row_masks["difficulty"] = unchecked(difficulty_mask)(
             scores,
             n_sample=n_sample,
             index=index,
             low_threshold=difficulty_low_threshold,
             high_threshold=difficulty_high_threshold,
         )
-        if use_difficulty_mask
-        else all_rows,
-        "error_len": ((scores == 1) | ((scores == 0) & (lengths < error_max_len_threshold))).float()
-        if error_max_len_clip
-        else all_rows,
-    }
+    if error_max_len_clip:
+        is_short = lengths < error_max_len_threshold
+        row_masks["error_len"] = ((scores == 1) | ((scores == 0) & is_short)).float()
     final = row_masks["max_len"] * row_masks["difficulty"] * row_masks["error_len"]
     metrics = {f"actor/{name}_mask_ratio": _mean(mask) for name, mask in row_masks.items()}
     metrics |= {

@@ -88,13 +88,9 @@ def trajectories_of(
             continue
         reference = members[index]
         trained = group.outcome == "trained" and index not in group.left_out
-        more: dict[str, Any] = {
-            "outcome": group.outcome,
-            "reason": reason,
-            "round": group.round,
-        }
-        more["batch"] = group.batch if trained or group.where == "waiting" else None
-        more["staleness"] = None if more["batch"] is None else reference.staleness(more["batch"])
+        more: dict[str, Any] = {"outcome": group.outcome, "reason": reason, "round": group.round}
+        more["batch"] = k = group.batch if trained or group.where == "waiting" else None
+        more["staleness"] = None if k is None else reference.staleness(k)
         with suppress(WireError, TrajectoryError):
             columns, mask = outputs.get(index, {}), payload.columns[MASK]
             mask = columns.pop(MASK, mask)  # the chain may have left tokens out

@@ -27,11 +27,9 @@ def why(group: SeenGroup, manifest: Manifest) -> str:
         case "open":
             return _missing(group)
         case "complete" | "partial":
-            text = (
-                "waits for a batch"
-                if group.batch is None
-                else f"in batch {group.batch}, which is not committed"
-            )
+            text = "waits for a batch"
+            if group.batch is not None:
+                text = f"in batch {group.batch}, which is not committed"
             return text if group.outcome == "complete" else f"{text}; {_usable(group)}"
         case "trained" if group.batch is not None:
             without = f", without rollout {', '.join(map(str, group.left_out))}" if group.left_out else ""
@@ -55,9 +53,8 @@ def why(group: SeenGroup, manifest: Manifest) -> str:
         case "no_train_members":
             return "all its rollouts are baselines"
         case "eval":
-            return "evaluation" + (
-                f", round {group.round}" if group.round else f" of version {group.version}"
-            )
+            played = f", round {group.round}" if group.round else f" of version {group.version}"
+            return f"evaluation{played}"
     return group.detail or group.outcome.removeprefix("dead:").replace("_", " ")
 
 
@@ -75,12 +72,8 @@ def _usable(group: SeenGroup) -> str:
 def _all_equal(rewards: Sequence[float], filter_by: str) -> str:
     if filter_by != REWARD or not rewards:
         return f"all its rollouts have the same {filter_by}"
-    count = number_text(len(rewards))
-    return (
-        f"its only reward is {rewards[0]:g}"
-        if len(rewards) == 1
-        else f"all {count} rewards are {rewards[0]:g}"
-    )
+    which = "its only reward is" if len(rewards) == 1 else f"all {number_text(len(rewards))} rewards are"
+    return f"{which} {rewards[0]:g}"
 
 
 def _too_easy_or_hard(rewards: Sequence[float], manifest: Manifest) -> str:

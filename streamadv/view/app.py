@@ -178,7 +178,10 @@ class Screens:
         return await self._now.ask(lambda desk: (desk.book.lines(), not desk.book.is_whole))
 
     async def groups(self, request: web.Request) -> web.Response:
-        choice = _choice(request)
+        try:
+            choice = Choice.of(request.query)
+        except SettingError as error:
+            raise web.HTTPBadRequest(text=str(error)) from None
         lines, reads_on = await self._lines()
         chosen = [line for line in lines if choice.has(line)]
         searched, rest = 0, len(chosen) - choice.skip
@@ -371,13 +374,6 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
 
     app.on_shutdown.append(on_shutdown)
     return app
-
-
-def _choice(request: web.Request) -> Choice:
-    try:
-        return Choice.of(request.query)
-    except SettingError as error:
-        raise web.HTTPBadRequest(text=str(error)) from None
 
 
 def _rollout_in(request: web.Request) -> tuple[str, int]:

@@ -105,6 +105,7 @@ class Board:
         kept = [line for line in self.book.kept() if line.batch is not None]
         kl = {line.batch or 0: line.kl for line in kept}
         rewards = list(batches_of(kept).values())
+        staleness = [reading.staleness for reading in self.history]
         titles = {box.name: box.title for box in boxes}
         return {
             "status": status,
@@ -114,21 +115,11 @@ class Board:
                 (reason, titles.get(AT.get(reason.name, "")), reason.remedy(status.run)) for reason in reasons
             ],
             "curves": [
-                Curve(
-                    "reward",
-                    "mean reward by batch, of kept groups",
-                    BATCH,
-                    rewards[-HISTORY:],
-                ),
+                Curve("reward", "mean reward by batch, of kept groups", BATCH, rewards[-HISTORY:]),
                 Curve("kl", "KL by batch, of kept groups", BATCH, [kl[k] for k in sorted(kl)][-HISTORY:]),
                 Curve("pushed", "rollouts pushed a second", OPEN, self._curve("pushed")),
                 Curve("trained", "rollouts committed a second", TRAINED, self._curve("trained")),
-                Curve(
-                    "staleness",
-                    "staleness of the next batch, mean",
-                    WAITING,
-                    [reading.staleness for reading in self.history],
-                ),
+                Curve("staleness", "staleness of the next batch, mean", WAITING, staleness),
                 Curve("idle", "time in which the trainer waits, %", BATCH, self._idle()),
             ],
             "of_stream": OF_STREAM,
