@@ -125,20 +125,16 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load the weights that the trainer names into the engines: vLLM 0.32 with VLLM_SERVER_DEV_MODE=1",
     )
-    for option, kind, default, text in (
-        ("--idle-s", seconds, 600.0, "a group ends after so long without a turn"),
-        ("--answer-s", seconds, 1800.0, "an engine has so long for an answer"),
-        (
-            "--grace-s",
-            seconds,
-            30.0,
-            "a rollout fails so long after its client went away in the middle of an answer",
-        ),
-        ("--max-open", count, 4096, "rollouts at once"),
-        ("--max-turns", count, 32, "requests of one rollout at once"),
+    for option, default, text in (
+        ("--idle-s", 600.0, "a group ends after so long without a turn"),
+        ("--answer-s", 1800.0, "an engine has so long for an answer"),
+        ("--grace-s", 30.0, "a rollout fails so long after its client went away in the middle of an answer"),
+        ("--max-open", 4096, "rollouts at once"),
+        ("--max-turns", 32, "requests of one rollout at once"),
     ):
-        metavar, text = "N" if kind is count else "S", f"{text} (default {default:g})"
-        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=text)
+        kind, metavar = (seconds, "S") if option.endswith("-s") else (count, "N")
+        shown = f"{text} (default {default:g})"
+        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=shown)
     parser.add_argument(
         "--max-body", type=size, default=64 << 20, metavar="SIZE", help="of a request (default 64mb)"
     )
