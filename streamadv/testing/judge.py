@@ -158,10 +158,11 @@ def _ended_unknown(pipeline: Pipeline) -> list[str]:
 
 def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Iterator[str]:
     """Groups that were trained on or dropped and are not kept, or that are kept twice: the run keeps all of them."""
-    kept, groups = Counter[str](), Counter[str]()
+    kept, groups, lacking = Counter[str](), Counter[str](), 0
     for group_id, outcome, count, _ in _seen(pipeline, run):
         groups[group_id] += outcome == "trained"
         kept[outcome] += count
+        lacking += pipeline.groups[group_id].size - count if outcome != "trained" else 0
     ended = {"trained": counters["trained"] + counters["dropped:baseline"] + counters["dropped:oversize"]}
     ended |= {reason: counters[f"dropped:{reason}"] for reason in GROUP_REASONS}
     has_archive = pipeline.scene.archive
@@ -171,7 +172,7 @@ def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Ite
     if (
         has_archive and pipeline.world.lost
     ):  # the files have what the server has lost, and maybe as it ended first
-        if sum(kept[reason] for reason in ended) < sum(ended.values()):
+        if sum(kept[reason] for reason in ended) + lacking < sum(ended.values()):
             yield f"archive: {dict(kept)} of {ended}"
         return
     for reason, count in ended.items():
