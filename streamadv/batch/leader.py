@@ -334,7 +334,7 @@ class Leader(Session):
 
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
-        return self.has_all(k) and not (self._prompts.will_begin and self._attendance.is_attended)
+        return self.has_all(k) and not self._prompts.will_begin(self._attendance)
 
     def has_all(self, k: int) -> bool:
         """Whether no more groups for batch k can come, before another one was trained."""
@@ -348,16 +348,15 @@ class Leader(Session):
         # Servers that were replaced since the session began may have lost that a producer is alive.
         if clock.now() < self._may_end_from or not self.has_same_servers():
             return False
-        are_left = self._prompts.have_begun and self._prompts_are_left()
-        return not (are_left and self._attendance.is_attended)
+        return not (self._prompts.have_begun and self._prompts_are_left())
 
     def _prompts_are_left(self) -> bool:
-        """Whether prompts are to be played again; what is in the weights is not. Called once no group is open."""
+        """Whether prompts are to be played again, and by somebody. Called once no group is open."""
         self._candidates.read_on(ALL_GROUPS)
         named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
         waiting = [group.group_id for group in self._candidates]
         known = set(map(identity, [*named, *waiting, *self.progress.groups]))
-        return self._prompts.are_left(known, self.progress)
+        return self._prompts.are_left(known, self.progress, self._attendance)
 
     def save_prompts(self) -> None:
         self._prompts.save(self.progress)

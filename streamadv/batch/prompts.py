@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, Final
 
-from .. import clock
 from ..errors import SettingError
 from ..messages import log_fields
 from ..prompts.figures import End
@@ -20,7 +19,7 @@ from ..prompts.spec import PromptSet, identity
 from ..prompts.steps import PAGE, Ends, end, give_back
 from ..prompts.stored import GONE, NOBODY, Stored, carry_out, read, read_sets
 from ..run import Run
-from ..run.heartbeats import PRODUCER_TIMEOUT_S
+from ..run.heartbeats import Attendance
 from ..store.calls import run_script
 from .progress import Progress
 
@@ -40,7 +39,6 @@ class RunPrompts:
         self._run = run
         self._ends = Ends()
         self._seen: list[Stored] = []
-        self._asked: dict[str, tuple[bytes, float]] = {}  # of a set, and since when
         self._ended = 0  # groups, since ends were carried
 
     def carry(self, *, again: bool = False) -> list[PromptSet]:
@@ -60,7 +58,7 @@ class RunPrompts:
     def save(self, progress: Progress) -> None:
         """Note in the progress what belongs into a checkpoint of the present version."""
         for prompts in self.carry():
-            progress.prompts[prompts.name] = _saved(self._read(prompts))
+            progress.prompts[prompts.name] = _saved(read(self._run, prompts))
         progress.groups_saved = progress.groups
 
     def restore(self, progress: Progress) -> None:
@@ -101,15 +99,9 @@ class RunPrompts:
 
     def look(self) -> None:
         """Note what there is, for `are_left`."""
-        self._seen = [self._read(prompts) for prompts in self.carry()]
+        self._seen = [read(self._run, prompts) for prompts in self.carry()]
 
-    def _read(self, prompts: PromptSet) -> Stored:
-        stored = read(self._run, prompts)
-        if prompts.name not in self._asked or self._asked[prompts.name][0] != stored.asked:
-            self._asked[prompts.name] = (stored.asked, clock.now())
-        return stored
-
-    def are_left(self, known: Container[str], progress: Progress) -> bool:
+    def are_left(self, known: Container[str], progress: Progress, attendance: Attendance) -> bool:
         """Whether of the prompts of the last look some are still to be played, though no group was open since.
 
         known: all groups in the weights, named or candidates, by `identity`. A prompt of no such group was leased and
@@ -123,7 +115,7 @@ class RunPrompts:
                 stored, [item for item, group in groups.items() if progress.has_committed(group)], TRAINED
             )
             unknown = {item for item, group in groups.items() if group not in known}
-            is_left = is_left or (bool(unknown) and self._is_asked(stored))
+            is_left = is_left or (bool(unknown) and attendance.has_loop(stored.prompts.name))
             gone = unknown.intersection(stored.of(GONE))
             self._end(stored, sorted(gone), LOST)
             if held := sorted(unknown - gone - set(stored.of(NOBODY))):
@@ -131,19 +123,14 @@ class RunPrompts:
                 run_script(self._run.connection.scripts, call)
         return is_left
 
-    def _is_asked(self, stored: Stored) -> bool:
-        """Whether somebody iterates over the set: not if its producers have left it, or are lost."""
-        return clock.now() - self._asked[stored.prompts.name][1] < PRODUCER_TIMEOUT_S
-
     @property
     def have_begun(self) -> bool:
         """Whether some were begun and had not ended at the last look."""
         return any(stored.entries for stored in self._seen)
 
-    @property
-    def will_begin(self) -> bool:
-        """Whether some were not begun at the last look, and somebody iterates over them, who may wait for a batch."""
-        return any(stored.unbegun and self._is_asked(stored) for stored in self._seen)
+    def will_begin(self, attendance: Attendance) -> bool:
+        """Whether some were not begun at the last look, and somebody loops over them, who may wait for a batch."""
+        return any(stored.unbegun and attendance.has_loop(stored.prompts.name) for stored in self._seen)
 
     def _end(self, stored: Stored, items: list[str], outcome: str) -> None:
         """End prompts of which the server has lost that their groups have ended, and how."""

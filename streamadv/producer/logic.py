@@ -103,8 +103,6 @@ class ProducerLogic:
         for prompted in list(self.prompted):
             if membership.finished or membership.closed or prompted.is_left:
                 yield from prompted.give_back()
-            if prompted.is_asked and not membership.closed:
-                yield prompted.ask()
         yield from self.admission.withdraw()
         leaves = membership.closed and membership.last_word == "serves"
         if has_all and membership.finished and not leaves:
@@ -164,8 +162,8 @@ class ProducerLogic:
 
     def finish(self) -> Steps[None]:
         """As its user says: no more groups will come from this producer, and nobody asks it for prompts."""
-        for prompted in self.prompted:
-            prompted.is_asked = False
+        for prompted in list(self.prompted):
+            prompted.rest()
         yield from self.say_finished()
 
     def say_finished(self) -> Steps[None]:

@@ -11,6 +11,7 @@ from .. import doors, metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief, log_fields
 from ..run.budget import byte_budget
+from ..run.heartbeats import LOOPS_OVER
 from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
 from ..run.packets import is_group_id
 from ..store.keys import ShardKeys
@@ -49,6 +50,7 @@ class Membership:
         self.finished = False  # as its user says; the list of producers may not have it yet
         self.last_word = "finished"  # what it then says; of a gateway that has begun no group: serves
         self.plays: Callable[[], str] | None = None  # of a gateway: what heartbeats add, `PRODUCER_STATE`
+        self.loops: list[str] = []  # sets of prompts over which somebody loops, once for each loop
         self.closed = False
         self.left = False  # nothing more is sent, not even a goodbye
         self._manifest: Manifest | None = None
@@ -175,7 +177,8 @@ class Membership:
         """
         name, is_forked = self.name, self.is_forked
         instance = COPY if is_forked else "" if self._instance is None else self._instance
-        args = [name, state, instance, "" if self.plays is None else self.plays()]
+        args = [name, state, instance, *([] if self.plays is None else [self.plays()])]
+        args += [f"{LOOPS_OVER}{name}" for name in sorted(set(self.loops))]
         reply = yield script_call("heartbeat", self.manifest.keys.home, args)
         version, drop_after, instance, finished, weights = reply
         self.has_run_ended = finished == b"1"

@@ -46,7 +46,7 @@ class PromptedGroups:
         self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: tuple[Lease, ...] = ()  # not begun yet; another thread may give them back
         self._admitting: Lease | None = None  # the one that is being begun
-        self.is_asked = False  # somebody asks for more, and the producer was not finished since
+        self._is_loop = False  # somebody loops over it: the run does not end while there is more for him
         self.is_left = False  # nobody will ask for more
         logic.prompted.append(self)
         self._wait = Wait(
@@ -58,11 +58,11 @@ class PromptedGroups:
 
         Raises what `Admission.begin` raises, and SettingError for prompts that are not those of the run.
         """
-        self.is_asked = True
+        self._go_on()
         while True:
             leased = yield from self._find()
             if leased is None:
-                self.is_asked = False
+                self.rest()
                 return None
             source, position = map(int, leased.item.split())
             place = name, epoch, index = self._prompts.set.locate(source, position)
@@ -93,8 +93,11 @@ class PromptedGroups:
 
     def close(self) -> Steps[None]:
         """Nobody will ask for more."""
-        self.is_left, self.is_asked = True, False
+        self.is_left = True
+        self.rest()
         yield from self.give_back()
+        if self._logic.membership.finished and not self._logic.membership.closed:  # it may hold up the end
+            yield from self._logic.membership.send_heartbeat()
 
     def give_back(self, *, asks: bool = False) -> Steps[None]:
         """Prompts that were leased and not begun are there for others. asks: not those that are being leased."""
@@ -107,9 +110,16 @@ class PromptedGroups:
         if self.is_left and self in self._logic.prompted:
             self._logic.prompted.remove(self)
 
-    def ask(self) -> ScriptCall:
-        """Somebody iterates: the run does not end while there are prompts for him."""
-        return lease(self._home, self._prompts.set, "ask", "", self._logic.membership.owner)
+    def _go_on(self) -> None:
+        if not self._is_loop:
+            self._is_loop = True
+            self._logic.membership.loops.append(self._prompts.set.name)
+
+    def rest(self) -> None:
+        """Nobody loops over it for now."""
+        if self._is_loop:
+            self._is_loop = False
+            self._logic.membership.loops.remove(self._prompts.set.name)
 
     def forget(self) -> None:
         """In a child of the process (fork): they are its parent's."""

@@ -43,8 +43,6 @@ class Stored:
     """'<what> <source> <epoch>' -> number."""
     shares: dict[str, float]
     """Of each source the weight by which its prompts are begun now."""
-    asked: bytes = b""
-    """Another one whenever somebody has asked for more of it."""
 
     @property
     def unbegun(self) -> int:
@@ -131,8 +129,7 @@ def read(run: Run, prompts: PromptSet) -> Stored:
         for weight, given in zip(selected, prompts.weights.values(), strict=True)
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
-    asked = state.get(b"asked", b"")
-    return Stored(prompts, born, following, entries, ended, counters, by_source, asked)
+    return Stored(prompts, born, following, entries, ended, counters, by_source)
 
 
 def as_number(value: bytes | None) -> float | None:

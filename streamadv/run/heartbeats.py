@@ -29,10 +29,14 @@ FORGET_S: Final = 3600.0
 PAST_KEPT: Final = 100
 #: Names that one script takes off the list, each with its heartbeat; foreign ones that one look removes.
 FORGET_SLICE: Final = 1000
+#: In front of the name of a set of prompts over which somebody loops.
+LOOPS_OVER: Final = "prompts:"
 #: What a heartbeat writes: when (ms of the server, another at each heartbeat), how, and which instance of that name; a
-#: gateway adds how many rollouts it plays, and seconds since the last turn of the one that has been silent for longest.
+#: gateway adds how many rollouts it plays, and seconds since the last turn of the one that has been silent for longest;
+#: then the sets of prompts over which the producer's user loops.
 PRODUCER_STATE: Final = re.compile(
-    r"[0-9]{1,15} (open|serves|finished|gone)( [0-9]{1,15}( [0-9]{1,9} [0-9]{1,9})?)?"
+    r"[0-9]{1,15} (open|serves|finished|gone)"
+    rf"( [0-9]{{1,15}}( [0-9]{{1,9}} [0-9]{{1,9}})?( {LOOPS_OVER}[A-Za-z0-9._-]{{1,40}}){{0,1000}})?"
 )
 
 
@@ -55,6 +59,10 @@ class LastHeartbeat(NamedTuple):
     def is_present(self) -> bool:
         """Whether it has neither finished nor gone."""
         return self.state in (b"open", b"serves")
+
+    def loops_over(self, prompts: str) -> bool:
+        """Whether somebody loops over the set of prompts with this name."""
+        return f"{LOOPS_OVER}{prompts}".encode() in self.value.split(b" ")
 
     @property
     def instance(self) -> int:
@@ -144,11 +152,16 @@ class Attendance:
         lost = self.lost
         return {name: last.instance + (name in lost) for name, last in self._heartbeats.items()}
 
-    @property
-    def is_attended(self) -> bool:
-        """Whether some producer is heard of, also one that has finished, as of the last look."""
+    def has_loop(self, prompts: str) -> bool:
+        """Whether somebody loops over the set of prompts with this name, as of the last look.
+
+        A producer that does so may have finished: it waits for what others play, or for a checkpoint.
+        """
         limit = clock.now() - PRODUCER_TIMEOUT_S
-        return any(last.state != b"gone" and last.when > limit for last in self._heartbeats.values())
+        return any(
+            last.state != b"gone" and last.when > limit and last.loops_over(prompts)
+            for last in self._heartbeats.values()
+        )
 
     @property
     def ended(self) -> bool:

@@ -113,7 +113,8 @@ def read_producers(run: Run, now_ms: int) -> list[ProducerState]:
             continue
         silent_s = max(0, now_ms - int(heartbeat_ms)) / 1000
         state = "lost" if word != "finished" and silent_s > PRODUCER_TIMEOUT_S else word
-        producers.append(ProducerState(name, state, round(silent_s, 1), *map(int, rest[1:])))
+        plays = map(int, filter(str.isdecimal, rest[1:]))
+        producers.append(ProducerState(name, state, round(silent_s, 1), *plays))
     return producers
 
 

@@ -162,7 +162,8 @@ def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Ite
     for group_id, outcome, count, _ in _seen(pipeline, run):
         groups[group_id] += outcome == "trained"
         kept[outcome] += count
-        lacking += pipeline.groups[group_id].size - count if outcome != "trained" else 0
+        if outcome != "trained" and group_id in pipeline.groups:
+            lacking += pipeline.groups[group_id].size - count
     ended = {"trained": counters["trained"] + counters["dropped:baseline"] + counters["dropped:oversize"]}
     ended |= {reason: counters[f"dropped:{reason}"] for reason in GROUP_REASONS}
     has_archive = pipeline.scene.archive

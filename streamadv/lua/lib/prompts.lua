@@ -9,7 +9,6 @@
 --   'cursor:<shard>'  the last end of a group there that was carried here
 --   'branch'          of the trainer that has set them back last
 --   'born'            id of all this
---   'asked'           how often producers have asked for prompts: it grows while somebody iterates over the set
 --   'selected'        the last period that weights were selected for; 'weight:<source>' these, 'from:<source>' `next` then
 --   other fields      counters: '<what> <source> <epoch>'
 -- KEYS  prompt_entries, prompt_again

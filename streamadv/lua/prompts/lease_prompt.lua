@@ -16,7 +16,6 @@
 -- include prompt_state
 local mode, nonce, owner = ARGV[3], ARGV[4], ARGV[5]
 if redis.call('HGET', keys.prompts, ARGV[1]) ~= ARGV[2] then return {'unknown'} end
-redis.call('HSET', keys.prompt_state, 'asked', whole(number_of('asked') + 1))
 
 local function entry_of(try, failures) return table.concat({whole(try), whole(failures), nonce, owner}, ' ') end
 

@@ -2,7 +2,7 @@
 -- whose name has been taken by a later one writes nothing.
 -- KEYS  void, producers, trainer
 -- ARGV  producer, 'open', 'serves', 'finished', 'gone' or '' ('serves' or 'finished' if this instance is listed so, else
---       'open'), its instance ('' = a new one, -1 = a copy of the producer), what it plays ('' or two numbers)
+--       'open'), its instance ('' = a new one, -1 = a copy of the producer), then what else it says, each one word or more
 -- Returns  {version or nil, drop_after or nil of the trainer, the instance that has the name, '1' if the trainer has ended
 --          the run, newest version that has weights and their URI}
 -- include clock
@@ -17,7 +17,7 @@ if instance >= holder then
   end
   holder = instance
   local words = {string.format('%.17g', now_ms()), said, string.format('%.17g', instance)}
-  if ARGV[4] ~= '' then words[4] = ARGV[4] end
+  for i = 4, #ARGV do words[i] = ARGV[i] end
   redis.call('HSET', keys.producers, ARGV[1], table.concat(words, ' '))
 end
 local trainer = redis.call('HMGET', keys.trainer, 'version', 'drop_after', 'finished', 'weights')

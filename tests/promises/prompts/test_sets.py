@@ -6,10 +6,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-import pytest
-
 import streamadv as sa
-from streamadv.batch import prompts
 from streamadv.errors import NoBatchError
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, working
@@ -44,11 +41,8 @@ def test_a_set_that_is_played_later_is_played_to_its_end(redis_url: str, run: st
     assert len([group for group in trained if group.startswith("prompt:more:")]) == 6
 
 
-def test_a_set_that_was_left_does_not_hold_up_another_one(
-    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_was_left_does_not_hold_up_another_one(redis_url: str, run: str) -> None:
     """Some prompts of one set were begun; the producers go on with another one, under another name."""
-    monkeypatch.setattr(prompts, "PRODUCER_TIMEOUT_S", 2.0)
     trained: list[str] = []
     has_ended = []
 
@@ -72,3 +66,20 @@ def test_a_set_that_was_left_does_not_hold_up_another_one(
             play(group)
     assert has_ended
     assert len(trained) == 7
+
+
+def test_a_loop_that_was_left_ends_with_its_producer(redis_url: str, run: str) -> None:
+    """Whoever leaves a loop and finishes wants no more, though prompts are left and the producer lives on."""
+    trained: list[str] = []
+    has_ended = threading.Event()
+
+    def train(stop: threading.Event) -> None:
+        trainer(redis_url, run, trained)(stop)
+        has_ended.set()
+
+    with sa.Producer(redis_url, run) as producer, working(join(redis_url, run), train):
+        loop = producer.prompts(sa.Prompts(range(9)), SIZE)  # which lives on, too
+        play(next(loop)[1])
+        producer.finish()
+        assert has_ended.wait(20)
+    assert len(trained) == 1
