@@ -177,8 +177,9 @@ class Membership:
         """
         name, is_forked = self.name, self.is_forked
         instance = COPY if is_forked else "" if self._instance is None else self._instance
-        args = [name, state, instance, *([] if self.plays is None else [self.plays()])]
-        args += [f"{LOOPS_OVER}{name}" for name in sorted(set(self.loops))]
+        plays = "" if self.plays is None else self.plays()
+        loops = [f"{LOOPS_OVER}{prompts}" for prompts in sorted(set(self.loops))]
+        args = [name, state, instance, *filter(None, [plays]), *loops]
         reply = yield script_call("heartbeat", self.manifest.keys.home, args)
         version, drop_after, instance, finished, weights = reply
         self.has_run_ended = finished == b"1"
