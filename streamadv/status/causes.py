@@ -145,6 +145,13 @@ def ordinary_wait(status: Status) -> Reason:
         return Reason(
             "prompts_begun", f"{counted(in_play, 'prompt is', 'prompts are')} in play, none is left to begin"
         )
+    left = {each.name: each.left for each in status.prompts if each.left}
+    has_finished = status.producers and all(producer.state == "finished" for producer in status.producers)
+    if left and has_finished and not status.groups.open and not status.groups_waiting:
+        return Reason(
+            "prompts_left",
+            f"of prompts {', '.join(left)} {sum(left.values())} are left, and nobody plays them",
+        )
     moved = "never" if status.quiet_s is None else f"{status.quiet_s:.0f} s ago"
     waiting = counted(status.groups_waiting, "group waits", "groups wait")
     opened = counted(status.groups.open, "is", "are")

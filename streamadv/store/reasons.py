@@ -119,6 +119,10 @@ REASONS: Final[dict[str, Kind]] = {
         "all prompts are begun, and some have not ended: a trained one ends when a checkpoint with it is saved",
         "wait for the trainer; after its loop it has to save one more, `with queue.checkpoint(folder) as path: ...`",
     ),
+    "prompts_left": Kind(
+        "prompts are left, and the producers that loop over them wait for others, or were left in the middle",
+        "go on with the loop or close its iterator, and give each loop a thread or task of its own",
+    ),
     # The server.
     "server_away": Kind("nothing answers at the URL", "start the server or correct the URL"),
     "name_resolution": Kind("the host name of the URL is not known", "correct the URL or the name service"),

@@ -6,10 +6,12 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+import pytest
+
 import streamadv as sa
 from streamadv.errors import NoBatchError
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import join, working
+from tests.support import join, threads, working
 
 from .test_once import SIZE, record, trainer
 
@@ -83,3 +85,23 @@ def test_a_loop_that_was_left_ends_with_its_producer(redis_url: str, run: str) -
         producer.finish()
         assert has_ended.wait(20)
     assert len(trained) == 1
+
+
+def test_a_loop_that_was_left_open_is_said(redis_url: str, run: str) -> None:
+    """Its iterator lives on, and another loop waits for the checkpoint after the trainer's."""
+    with (
+        sa.Producer(redis_url, run) as producer,
+        working(join(redis_url, run)),
+        TrainerQueue(redis_url, run, batch_groups=4, chain={"estimator": "reinforce"}) as queue,
+    ):
+        left = producer.prompts(sa.Prompts(range(9), name="easy"), SIZE)
+        play(next(left)[1])
+        few = producer.prompts(sa.Prompts(["one"], name="few"), SIZE)
+        play(next(few)[1])
+        with threads(lambda _: list(few)):
+            queue.trained(queue.next_batch())
+            with pytest.raises(NoBatchError, match=r"of prompts easy 8 are left, .*\[prompts_left\]"):
+                queue.next_batch(timeout=1)
+            left.close()  # type: ignore[attr-defined]
+            assert queue.next_batch() is None
+            queue.commit(queue.state_dict())
