@@ -184,44 +184,7 @@ def off_policy_metrics(
 
 def weight_metrics(
     weights: Tensor,
-    log_weights: Tensor,
-    tokens: Trainable,
-    threshold: float,
-    *,
-    by_row: bool,
-    all_rows: bool,
-) -> dict[str, Metric]:
-    """Distribution of importance weights [N] before bounding, as verl of January 2026 reports it.
-
-    Standard deviation and effective sample size are those of weights held in 1 / threshold .. threshold. `by_row`: all
-    tokens of a row have one weight.
-    """
-    rows = rows_that_count(tokens, all_rows)
-    if by_row:
-        # All tokens of a row have its log-weight; a row without tokens has 0.
-        log_row = tokens.row_mean(log_weights)
-        judged, counted, highest = log_row.exp(), rows, log_row.clamp(max=SAFETY_BOUND).exp()
-    else:
-        judged, counted, highest = weights, tokens.mask, weights
-    held = weights.clamp(1 / threshold, threshold)
-    average = mean(held, tokens.mask).value
-    variance = (mean(held.square(), tokens.mask).value - average.square()).clamp(min=0)
-    relative = mean((held / (average + 1e-8)).square(), tokens.mask)
-    metrics = {
-        "rollout_is_mean": mean(weights, tokens.mask),
-        "rollout_is_max": extreme(highest, counted, largest=True),
-        "rollout_is_min": extreme(judged, counted, largest=False),
-        "rollout_is_ratio_fraction_high": _share(judged > threshold, counted),
-        "rollout_is_ratio_fraction_low": _share(judged < 1 / threshold, counted),
-        "rollout_is_std": Metric(variance.sqrt(), relative.weight),
-        "rollout_is_eff_sample_size": Metric(1 / relative.value, relative.weight),
-    }
-    per_row = tokens.row_mean(weights)
-    return metrics | _row_metrics("rollout_is", per_row, rows, threshold, 1 / threshold, centre=1.0)
-
-
-def bounded_weight_metrics(
-    weights: Tensor,
+    held: Tensor,
     ratios: Tensor,
     log_weights: Tensor,
     tokens: Trainable,
@@ -231,29 +194,30 @@ def bounded_weight_metrics(
     by_row: bool,
     all_rows: bool,
 ) -> dict[str, Metric]:
-    """Distribution of importance weights [N] as verl 0.9.1 reports it: of the bounded `weights`.
+    """Distribution of importance weights [N]: of the bounded ones, as verl 0.9.1 reports it, or those before bounding.
 
-    The shares above and below the bounds are those of `ratios`, the weights before bounding; `by_row`: all tokens of a
-    row have one weight, and least and greatest weight are those before bounding too. Without any weight above 0 the
-    effective sample size is 0 (verl raises).
+    Standard deviation and effective sample size are those of the weights `held`. The shares above and below the bounds
+    are those of `ratios`, the weights before bounding; `by_row`: all tokens of a row have one weight, and least and
+    greatest weight are those before bounding too. Without any weight above 0 the effective sample size is 0 (verl
+    raises).
     """
     rows = rows_that_count(tokens, all_rows)
     judged, counted, greatest, least = ratios, tokens.mask, weights, weights
     if by_row:
+        # All tokens of a row have its log-weight; a row without tokens has 0.
         judged, counted = tokens.row_mean(log_weights).exp(), rows
         greatest, least = judged.clamp(max=math.exp(SAFETY_BOUND)), judged
-    average = mean(weights, tokens.mask)
-    variance = (mean(weights.square(), tokens.mask).value - average.value.square()).clamp(min=0)
-    relative = mean((weights / (average.value + 1e-8)).square(), tokens.mask)
+    average, std = _mean_and_std(held, tokens.mask)
+    relative = mean((held / (average.value + 1e-8)).square(), tokens.mask)
     size = torch.where(relative.value > 0, 1 / relative.value, 0.0)
     raw = tokens.row_mean(ratios)
     return {
-        "rollout_is_mean": average,
+        "rollout_is_mean": average if held is weights else mean(weights, tokens.mask),
         "rollout_is_max": extreme(greatest, counted, largest=True),
         "rollout_is_min": extreme(least, counted, largest=False),
         "rollout_is_ratio_fraction_high": _share(judged > upper, counted),
         "rollout_is_ratio_fraction_low": _share(judged < lower, counted),
-        "rollout_is_std": Metric(variance.sqrt(), average.weight),
+        "rollout_is_std": std,
         "rollout_is_eff_sample_size": Metric(size, average.weight),
         **_row_metrics("rollout_is", tokens.row_mean(weights), rows, upper, lower, centre=1.0),
         "rollout_is_seq_fraction_high": _share(raw > upper, rows),
@@ -275,9 +239,7 @@ def rejection_metrics(
     per_row = tokens.row_mean(statistic)
     judged, counted = (statistic, tokens.mask) if by_token else (per_row, rows)
     held = statistic.clamp(max(lower, 0.0) if name.endswith(("k2", "k3")) else lower, upper)
-    clamped_mean = mean(held, tokens.mask)
-    average = clamped_mean.value
-    variance = (mean(held.square(), tokens.mask).value - average.square()).clamp(min=0)
+    clamped_mean, std = _mean_and_std(held, tokens.mask)
     metrics = {
         f"{name}_mean": mean(statistic, tokens.mask),
         f"{name}_max": extreme(statistic, tokens.mask, largest=True),
@@ -285,7 +247,7 @@ def rejection_metrics(
         f"{name}_fraction_high": _share(judged > upper, counted),
         f"{name}_fraction_low": _share(judged < lower, counted),
         f"{name}_clamped_mean": clamped_mean,
-        f"{name}_std": Metric(variance.sqrt(), clamped_mean.weight),
+        f"{name}_std": std,
         f"{name}_masked_fraction": mean(~passes, tokens.mask),
         f"{name}_seq_masked_fraction": _share(tokens.row_sum(~passes) > 0, rows),
     }
@@ -293,6 +255,13 @@ def rejection_metrics(
     if not name.endswith("k1"):
         del row_metrics[f"{name}_seq_fraction_low"]
     return metrics | row_metrics
+
+
+def _mean_and_std(values: Tensor, weight: Tensor) -> tuple[Metric, Metric]:
+    """Of `values` [K] that count `weight` [K] times; ddof 0."""
+    average = mean(values, weight)
+    variance = (mean(values.square(), weight).value - average.value.square()).clamp(min=0)
+    return average, Metric(variance.sqrt(), average.weight)
 
 
 def _row_metrics(

@@ -17,7 +17,6 @@ from ..extras import torch
 from .chain_metrics import (
     SAFETY_BOUND,
     Metric,
-    bounded_weight_metrics,
     mean,
     rejection_metrics,
     rows_that_count,
@@ -105,13 +104,23 @@ def importance_weights(
     else:
         inside = (ratios >= least) & (ratios <= upper)
         weights = ratios * inside
-    rows_counted = {"by_row": level != "token", "all_rows": peer_quirks is not None}
+    shown, held = weights, weights
     if peer_quirks == "verl-2026-01":
-        metrics = weight_metrics(ratios, log_weights, tokens, upper, **rows_counted)
-    else:
-        metrics = bounded_weight_metrics(weights, ratios, log_weights, tokens, least, upper, **rows_counted)
-        if mode == "mask":
-            metrics["rollout_is_oob_ratio"] = mean(~inside, tokens.mask)
+        shown, least = ratios, 1 / upper
+        held = ratios.clamp(least, upper)
+    metrics = weight_metrics(
+        shown,
+        held,
+        ratios,
+        log_weights,
+        tokens,
+        least,
+        upper,
+        by_row=level != "token",
+        all_rows=peer_quirks is not None,
+    )
+    if mode == "mask" and peer_quirks != "verl-2026-01":
+        metrics["rollout_is_oob_ratio"] = mean(~inside, tokens.mask)
     if batch_normalize:
         if level == "token":
             average = tokens.row_sum(weights).sum() / tokens.counts.sum().clamp(min=1)
