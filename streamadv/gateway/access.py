@@ -85,14 +85,10 @@ class Access:
         Raises GatewayError.
         """
         said: dict[str, Any] = {
-            "reward": reward,
-            "rewards": rewards,
-            "status": status,
-            "fail": fail,
-            "reason": reason,
-        }
+            "reward": reward, "rewards": rewards, "status": status, "fail": fail, "reason": reason,
+            "reward_later": reward_later or None, "cancel": cancel or None,
+        }  # fmt: skip
         said = {name: value for name, value in said.items() if value is not None}
-        said |= {name: True for name, given in (("reward_later", reward_later), ("cancel", cancel)) if given}
         ticket = self._rollout.ticket if self._rollout is not None else None
         said |= _shared(ticket, metadata)
         try:
@@ -159,10 +155,10 @@ def url_of(url: str | None) -> str:
 
 def _shared(ticket: Ticket | None, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the key leaves out of the ticket."""
-    if ticket is None:
-        return {"metadata": dict(metadata)} if metadata else {}
-    said: dict[str, Any] = {"data_source": ticket.data_source}
-    said["metadata"] = {**ticket.metadata, **(metadata or {})}
+    said = {
+        "data_source": ticket.data_source if ticket else None,
+        "metadata": {**(ticket.metadata if ticket else {}), **(metadata or {})},
+    }
     return {name: value for name, value in said.items() if value}
 
 

@@ -13,13 +13,13 @@ from .. import clock, tracing
 from ..errors import SettingError
 from ..integrations.engines import from_openai
 from ..messages import one_line
-from . import figures
+from ..metrics import instruments
 from .dialects import Dialect
 from .engines import Engines
 from .joining import chains, following
 from .live import Live, without_ids
 from .options import Options
-from .refusals import RefusedError
+from .refusals import RefusedError, bad_request, unavailable
 from .sampling import of_the_run
 from .sessions import Session, Sessions
 from .tokens import Sampled, TokenMode
@@ -60,7 +60,7 @@ class Turns:
         while asked.is_retry and (waiting := session.under_way.get(asked.digest)):
             await asyncio.wait({waiting})
             if not waiting.cancelled():
-                figures.RETRIES_ANSWERED.inc()
+                instruments.GATEWAY_RETRIES_ANSWERED.inc()
                 return waiting.result()
         if session.asking >= self._options.max_turns:
             text = f"rollout {session.name} has {session.asking} requests under way, the most it may have"
@@ -76,7 +76,7 @@ class Turns:
             return answer
         except (asyncio.CancelledError, ConnectionError):  # the latter of a stream that nobody reads
             session.cut_at = clock.now()
-            figures.CLIENTS_GONE.inc()
+            instruments.GATEWAY_CLIENTS_GONE.inc()
             raise
         finally:
             session.asking -= 1
@@ -90,7 +90,7 @@ class Turns:
         await self._sessions.refresh(session)
         found = next((turn.answer for turn in reversed(session.turns) if turn.digest == digest), None)
         if found is not None:
-            figures.RETRIES_ANSWERED.inc()
+            instruments.GATEWAY_RETRIES_ANSWERED.inc()
         return found
 
     async def _make(self, session: Session, asked: Asked, live: Live | None) -> Mapping[str, Any]:
@@ -111,7 +111,7 @@ class Turns:
         engine_s = clock.now() - sent
         choices = sampled.choices
         if any(one.finish_reason == "abort" for one in choices):
-            raise RefusedError(503, "engine_unavailable", "the engine has broken off its answer: ask again")
+            raise unavailable("the engine has broken off its answer: ask again")
         ends = [following(at[-1], choice["message"]) for choice in sampled.answer["choices"]] if at else []
         joins = _why_not_joined(session, at)
         turn = Turn(choices, asked.digest, ends, len(messages or ()) + 1, asked.agent, joins, sampled.answer)
@@ -120,10 +120,10 @@ class Turns:
         if live is not None:
             await live.finish()
         tracing.record(tracing.TURN, self._sessions.run, [session.ticket.group_id], since)
-        figures.TURNS.inc()
-        figures.TOKENS.inc(sum(len(one.token_ids) for one in choices))
-        figures.ENGINE_SECONDS.observe(engine_s)
-        figures.OWN_SECONDS.observe(max(0.0, clock.now() - began - engine_s))
+        instruments.GATEWAY_TURNS.inc()
+        instruments.GATEWAY_TOKENS.inc(sum(len(one.token_ids) for one in choices))
+        instruments.GATEWAY_ENGINE_SECONDS.observe(engine_s)
+        instruments.GATEWAY_OWN_SECONDS.observe(max(0.0, clock.now() - began - engine_s))
         return sampled.answer
 
     async def _sample(
@@ -142,7 +142,7 @@ class Turns:
             raise await self._lost(session, str(error)) from None
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             text = f"the engine's answer has another form than a completion: {type(error).__name__} {error}"
-            raise RefusedError(503, "engine_unavailable", one_line(text)) from None
+            raise unavailable(one_line(text)) from None
 
     async def _chat(
         self, session: Session, path: str, request: Mapping[str, Any], live: Live | None
@@ -211,9 +211,9 @@ def _read(asked: Asked) -> dict[str, Any]:
     try:
         return asked.dialect.read(asked.body)
     except KeyError as error:
-        raise RefusedError(400, "bad_request", f"{asked.dialect.name}: {error.args[0]} is missing") from None
+        raise bad_request(f"{asked.dialect.name}: {error.args[0]} is missing") from None
     except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise RefusedError(400, "bad_request", f"{asked.dialect.name}: {one_line(str(error))}") from None
+        raise bad_request(f"{asked.dialect.name}: {one_line(str(error))}") from None
 
 
 def _why_not_joined(session: Session, at: Sequence[str]) -> str:

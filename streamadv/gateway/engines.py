@@ -14,7 +14,7 @@ import orjson
 
 from .. import clock
 from ..messages import log_fields, one_line
-from .refusals import RefusedError
+from .refusals import RefusedError, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,7 @@ class Engines:
         except TimeoutError:
             if rollout.engine is not None:
                 self._rest(rollout.engine)
-            text = f"no engine has answered within {self._answer_s:g} s"
-            raise RefusedError(503, "engine_unavailable", text) from None
+            raise unavailable(f"no engine has answered within {self._answer_s:g} s") from None
 
     async def _ask(
         self, rollout: Placed, post: Callable[[Engine], Awaitable[tuple[int, Any]]]
@@ -161,7 +160,7 @@ class Engines:
                 raise RefusedError(status, "engine", problem, answer if isinstance(answer, dict) else None)
             if number == TRIES - 2:  # it answers, and always with this: perhaps another one can
                 self._rest(engine)
-        raise RefusedError(503, "engine_unavailable", f"no engine answers: {problem}")
+        raise unavailable(f"no engine answers: {problem}")
 
     def release(self, rollout: Placed) -> None:
         """The rollout asks no more."""
@@ -237,8 +236,7 @@ class Engines:
                     await asyncio.sleep(PAUSE_S)
                     engine = self.place(rollout)
         except TimeoutError:
-            text = f"engine {engine.url} has no weights of the run yet"
-            raise RefusedError(503, "engine_unavailable", text) from None
+            raise unavailable(f"engine {engine.url} has no weights of the run yet") from None
         return engine
 
     async def _look(self, engine: Engine) -> None:
@@ -306,17 +304,14 @@ async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, 
                     return
                 chunk = orjson.loads(said) if said.startswith(b"{") else None
                 if chunk is not None and "choices" not in chunk:
-                    raise RefusedError(
-                        503, "engine_unavailable", f"the engine has failed: {_words_of(chunk)}"
-                    )
+                    raise unavailable(f"the engine has failed: {_words_of(chunk)}")
                 if chunk is not None:
                     yield chunk
             if size > MAX_ANSWER:
                 break
     except (aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError) as error:
-        text = f"the engine has broken off its answer: {type(error).__name__}"
-        raise RefusedError(503, "engine_unavailable", text) from None
-    raise RefusedError(503, "engine_unavailable", "the engine has broken off its answer")
+        raise unavailable(f"the engine has broken off its answer: {type(error).__name__}") from None
+    raise unavailable("the engine has broken off its answer")
 
 
 def _text(value: Any) -> str:

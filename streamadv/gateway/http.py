@@ -14,16 +14,17 @@ from aiohttp import web
 
 from ..errors import StreamadvError
 from ..messages import brief, log_fields, one_line
+from ..metrics import instruments
 from ..producer.async_producer import AsyncProducer
 from ..producer.tickets import Ticket
-from . import figures, live
+from . import live
 from .access import Gateway
 from .asking import Asked, Turns, digest_of
 from .dialects import DIALECTS, Dialect
 from .engines import Engines
 from .keys import BadKeyError, Claim, Keys, Purpose
 from .options import Options
-from .refusals import RefusedError, refused
+from .refusals import RefusedError, bad_request, refused
 from .sessions import Session, Sessions
 from .turns import Store
 
@@ -113,7 +114,7 @@ class Front:
         if body.get("stream"):
             return await self._stream(request, session, asked)
         answer = await self._turns.answer(session, asked)
-        figures.answered(dialect.name, "ok")
+        _count(dialect.name, "ok")
         return _json(dialect.write(answer, body))
 
     async def _stream(self, request: web.Request, session: Session, asked: Asked) -> web.StreamResponse:
@@ -139,9 +140,9 @@ class Front:
                 raise
             refusal = error if isinstance(error, RefusedError) else refused(error)
             events = b"event: error\ndata: " + orjson.dumps(refusal.body(asked.dialect.name)) + b"\n\n"
-            figures.answered(asked.dialect.name, refusal.code)
+            _count(asked.dialect.name, refusal.code)
         else:
-            figures.answered(asked.dialect.name, "ok")
+            _count(asked.dialect.name, "ok")
         finally:
             making.cancel()
         await send(events)
@@ -152,14 +153,10 @@ class Front:
         ticket = self._ticket(request, "end")
         said = _object(await _body(request))
         if unknown := sorted(said.keys() - _ENDING):
-            raise RefusedError(
-                400, "bad_request", f"end: {brief(unknown[0])} is no field, use {', '.join(sorted(_ENDING))}"
-            )
+            raise bad_request(f"end: {brief(unknown[0])} is no field, use {', '.join(sorted(_ENDING))}")
         for name, kind in (("metadata", dict), ("data_source", str)):
             if said.get(name) is not None and not isinstance(said[name], kind):
-                raise RefusedError(
-                    400, "bad_request", f"end: {name} is {brief(said[name])}, needs {_KINDS[kind]}"
-                )
+                raise bad_request(f"end: {name} is {brief(said[name])}, needs {_KINDS[kind]}")
         return _json(await self.sessions.end(ticket, said))
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -179,10 +176,8 @@ class Front:
         self._claim(request, "operator")
         said = _object(await _body(request))
         if unknown := sorted(said.keys() - {*_GROUP, "size", "timeout_s"}):
-            raise RefusedError(
-                400,
-                "bad_request",
-                f"groups: {brief(unknown[0])} is no field, use size, timeout_s, {', '.join(_GROUP)}",
+            raise bad_request(
+                f"groups: {brief(unknown[0])} is no field, use size, timeout_s, {', '.join(_GROUP)}"
             )
         given = {"deadline_s": self._options.idle_s} | {name: said[name] for name in _GROUP if name in said}
         group = await self._producer.begin_group(
@@ -217,11 +212,9 @@ class Front:
         self._claim(request, "operator")
         number, version = request.match_info["number"], _object(await _body(request)).get("version")
         if not number.isdecimal() or int(number) >= len(self._engines.all):
-            raise RefusedError(
-                404, "bad_request", f"engine {brief(number)}: there are 0 to {len(self._engines.all) - 1}"
-            )
+            raise bad_request(f"engine {brief(number)}: there are 0 to {len(self._engines.all) - 1}", 404)
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise RefusedError(400, "bad_request", f"version is {brief(version)}, needs a whole number")
+            raise bad_request(f"version is {brief(version)}, needs a whole number")
         engine = self._engines.all[int(number)]
         engine.version, engine.is_told = version, True
         return _json({"engine": engine.url, "version": version})
@@ -237,8 +230,14 @@ class Front:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        state = {"state": "stopping" if self.is_stopping else "open", "turns_under_way": self.under_way}
-        return _json({**state, **figures.of_process()}, 503 if self.is_stopping else 200)
+        shown = {
+            "state": "stopping" if self.is_stopping else "open",
+            "turns_under_way": self.under_way,
+            "rollouts_open": instruments.GATEWAY_OPEN._value.get(),
+            "turns": instruments.GATEWAY_TURNS._value.get(),
+            "rows": instruments.GATEWAY_ROWS._value.get(),
+        }
+        return _json(shown, 503 if self.is_stopping else 200)
 
     def _claim(self, request: web.Request, purpose: Purpose | None = None) -> Claim:
         """What the request's key allows. Raises RefusedError."""
@@ -275,7 +274,7 @@ class Front:
             text = f"the body is larger than {self._options.max_body} bytes"
             refusal = RefusedError(413, "body_too_large", text)
         except web.HTTPException as error:
-            refusal = RefusedError(error.status, "bad_request", f"{request.method}: {error.reason}")
+            refusal = bad_request(f"{request.method}: {error.reason}", error.status)
         except (aiohttp.ClientError, ConnectionError):
             raise
         except Exception as error:
@@ -284,36 +283,40 @@ class Front:
             refusal = RefusedError(500, "internal", "the gateway has failed, its log says why")
         name = next((one.name for one in DIALECTS if request.path.endswith(f"/v1/{one.path}")), "")
         if name:
-            figures.answered(name, refusal.code)
+            _count(name, refusal.code)
         return _json(refusal.body(name), refusal.status, refusal.headers)
+
+
+def _count(dialect: str, code: str) -> None:
+    """A request for a turn was answered: `ok`, or the code of a refusal."""
+    known = code if code in instruments.GATEWAY_CODES else "other"
+    instruments.child(instruments.GATEWAY_REQUESTS, dialect, known).inc()
 
 
 async def _body(request: web.Request) -> bytes:
     if request.headers.get("Content-Encoding", "identity") != "identity":  # a small one may become a huge one
-        raise RefusedError(415, "bad_request", "the body is compressed: send it without Content-Encoding")
+        raise bad_request("the body is compressed: send it without Content-Encoding", 415)
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()
     except TimeoutError:
-        raise RefusedError(408, "bad_request", f"the body did not come within {BODY_S:g} s") from None
+        raise bad_request(f"the body did not come within {BODY_S:g} s", 408) from None
 
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
         found = orjson.loads(raw or b"{}")
     except orjson.JSONDecodeError as error:
-        raise RefusedError(400, "bad_request", f"the body is no JSON: {one_line(str(error))}") from None
+        raise bad_request(f"the body is no JSON: {one_line(str(error))}") from None
     if not isinstance(found, dict):
-        raise RefusedError(400, "bad_request", "the body needs to be an object")
+        raise bad_request("the body needs to be an object")
     return found
 
 
 def _agent(request: web.Request) -> str | None:
     name = request.match_info.get("agent") or request.headers.get("x-streamadv-agent")
     if name is not None and not _AGENT.fullmatch(name):
-        raise RefusedError(
-            400, "bad_request", f"agent is {brief(name)}: use letters, digits, '.', '_' and '-', at most 64"
-        )
+        raise bad_request(f"agent is {brief(name)}: use letters, digits, '.', '_' and '-', at most 64")
     return name
 
 

@@ -46,13 +46,23 @@ def _anthropic_type(status: int) -> str:
     return names.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
+def bad_request(text: str, status: int = 400) -> RefusedError:
+    """The request is wrong in itself."""
+    return RefusedError(status, "bad_request", text)
+
+
+def unavailable(text: str) -> RefusedError:
+    """No engine answers; one may later."""
+    return RefusedError(503, "engine_unavailable", text)
+
+
 def refused(error: StreamadvError) -> RefusedError:
     """An error of streamadv as a refusal."""
     if isinstance(error, Busy):
         return RefusedError(503, "not_admitted", str(error))
     if isinstance(error, RunEndedError | GroupEndedError):
         return RefusedError(410, "rollout_over", str(error))
-    return RefusedError(400, "bad_request", str(error))
+    return bad_request(str(error))
 
 
 def over(name: str, why: str) -> RefusedError:

@@ -15,14 +15,14 @@ from .. import clock
 from ..errors import StreamadvError
 from ..integrations.engines import Episode
 from ..messages import log_fields, one_line
+from ..metrics import instruments
 from ..producer.async_producer import AsyncProducer
 from ..producer.slots import Slots
 from ..producer.tickets import Ticket
 from ..trajectory.members import STEP
 from ..trajectory.schema import MAX_ROWS, MAX_STEPS
-from . import figures
 from .options import Options
-from .refusals import RefusedError, over
+from .refusals import RefusedError, bad_request, over
 from .turns import Store, Turn, pack, unpack
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class Session:
         self.turns.append(replace(turn, choices=()))  # the rows have these
         self.kept.append(record)
         if len(self.episode.breaks) > before:
-            figures.row_broken(turn.joins, len(turn.choices[0].prompt_ids))
+            instruments.child(instruments.GATEWAY_BREAKS, turn.joins).inc()
+            instruments.GATEWAY_REPEATED.inc(len(turn.choices[0].prompt_ids))
 
 
 class Sessions:
@@ -133,7 +134,7 @@ class Sessions:
         session = Session(name, ticket)
         await self._catch_up(session)
         self._open[name] = session
-        figures.OPEN.set(len(self._open))
+        instruments.GATEWAY_OPEN.set(len(self._open))
         return session
 
     async def refresh(self, session: Session) -> None:
@@ -160,7 +161,7 @@ class Sessions:
     def _add_all(self, session: Session, records: list[bytes]) -> None:
         for record in records:
             session.add(unpack(record, session.episode), record)
-        figures.RESTORED.inc(len(records))
+        instruments.GATEWAY_RESTORED.inc(len(records))
 
     async def commit(self, session: Session, turn: Turn) -> None:
         """Append a turn; afterwards its answer may leave. Raises RefusedError."""
@@ -250,7 +251,7 @@ class Sessions:
         else:
             code = await rollout.push(**_record(session.episode, said))
             answer |= {"ended": "pushed", "result": code}
-            figures.ROWS.inc(len(session.episode.rows))
+            instruments.GATEWAY_ROWS.inc(len(session.episode.rows))
         self._forget(session, str(answer["ended"]), answer)
         return answer
 
@@ -272,7 +273,7 @@ class Sessions:
         self._over[session.name] = (why, answer or {"ended": "before", "result": "duplicate"})
         while len(self._over) > REMEMBERED:
             self._over.pop(next(iter(self._over)))
-        figures.OPEN.set(len(self._open))
+        instruments.GATEWAY_OPEN.set(len(self._open))
 
     async def _waiting(self, call: Any) -> Any:
         """The reply of the server, or a refusal that a client repeats."""
@@ -312,10 +313,8 @@ def _record(episode: Episode, said: Mapping[str, Any]) -> dict[str, Any]:
     rewards = said.get("turn_rewards")
     if rewards is not None:
         if not isinstance(rewards, list) or len(rewards) != len(record["steps"]):
-            raise RefusedError(
-                400,
-                "bad_request",
-                f"turn_rewards: needs a list of {len(record['steps'])} numbers, one for each turn",
+            raise bad_request(
+                f"turn_rewards: needs a list of {len(record['steps'])} numbers, one for each turn"
             )
         record["steps"] = [
             {**step, "reward": value} for step, value in zip(record["steps"], rewards, strict=True)

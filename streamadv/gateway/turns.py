@@ -48,12 +48,6 @@ class Turn:
     """What the client was sent, without ids."""
 
 
-def join(episode: Episode, turn: Turn) -> None:
-    """Add a turn to the rows of its rollout."""
-    for completion in turn.choices:
-        episode.add(completion, agent=turn.agent)
-
-
 def pack(turn: Turn, episode: Episode) -> bytes:
     """A turn in bytes. episode: of the turns before."""
     prompt = list(turn.choices[0].prompt_ids)

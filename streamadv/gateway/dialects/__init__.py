@@ -25,16 +25,12 @@ class Dialect(NamedTuple):
 
 
 _CHAT: Final = "/v1/chat/completions"
-DIALECTS: Final = (
-    Dialect("chat", "chat/completions", _CHAT, chat.read, chat.write, chat.stream),
-    Dialect(
-        "completions",
-        "completions",
-        "/v1/completions",
-        completions.read,
-        completions.write,
-        completions.stream,
-    ),
-    Dialect("messages", "messages", _CHAT, messages.read, messages.write, messages.stream),
-    Dialect("responses", "responses", _CHAT, responses.read, responses.write, responses.stream),
+DIALECTS: Final = tuple(
+    Dialect(name, path, engine_path, api.read, api.write, api.stream)
+    for name, path, engine_path, api in (
+        ("chat", "chat/completions", _CHAT, chat),
+        ("completions", "completions", "/v1/completions", completions),
+        ("messages", "messages", _CHAT, messages),
+        ("responses", "responses", _CHAT, responses),
+    )
 )

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamadv.errors import TrajectoryError
-from streamadv.gateway.turns import Turn, join, pack, unpack
+from streamadv.gateway.turns import Turn, pack, unpack
 from streamadv.integrations.engines import Completion, Episode
+
+
+def join(episode: Episode, turn: Turn) -> None:
+    for completion in turn.choices:
+        episode.add(completion, agent=turn.agent)
+
 
 ids = st.lists(st.integers(0, 3), max_size=6)
 
