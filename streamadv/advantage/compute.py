@@ -37,12 +37,10 @@ class ComputedItem:
     prepared: PreparedItem  # without its columns
     published: Layout  # the members that the results are for: of the living groups of the item's shard
     header: str  # JSON of a ResultHeader
-    results: dict[str, bytes] = field(
-        default_factory=dict
-    )  # a number per trajectory, row or step: in the log
-    outputs: dict[str, memoryview] = field(
-        default_factory=dict
-    )  # columns, and results of groups that may be kept: in a hash of their own
+    #: a number per trajectory, row or step: in the log
+    results: dict[str, bytes] = field(default_factory=dict)
+    #: columns, and results of groups that may be kept: in a hash of their own
+    outputs: dict[str, memoryview] = field(default_factory=dict)
     # For the metrics:
     advantages: Sample | None = None
     is_weights: Sample | None = None

@@ -64,9 +64,8 @@ class ResultHeader(BaseModel):
     metrics: dict[str, float]
     weights: dict[str, float]
     dead: dict[str, Death]  # groups that could not be read or computed
-    kept: list[
-        str
-    ] = []  # groups whose results stand in the output hash a second time, each in a field of its own
+    #: groups whose results stand in the output hash a second time, each in a field of its own
+    kept: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,7 +91,8 @@ class Whole:
         tensor = _tensor(name, value, call)
         _fit(name, tensor.shape, self.dims, self.or_dims, call)
         if tensor.is_floating_point():
-            raise ArgumentError(f"{name} has dtype {_dtype(tensor)}, needs whole numbers")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ArgumentError(f"{name} has dtype {dtype}, needs whole numbers")
         return tensor.to(torch.int64)
 
 
@@ -347,7 +348,3 @@ def _what(value: Any) -> str:
 
 def _listed(shape: Iterable[int]) -> str:
     return str(list(shape))
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -162,6 +162,11 @@ def offsets_of(labels: Tensor, count: int) -> Tensor:
     return torch.searchsorted(labels, torch.arange(count + 1, device=labels.device))
 
 
+def ends_of(lengths: Tensor) -> Tensor:
+    """[K + 1]: the offsets of segments of these `lengths` [K] that lie end to end."""
+    return torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
+
+
 def expand(batch: PackedBatch, level: Level, values: Tensor) -> Tensor:
     """Spread `values` of a level over the trainable tokens that they belong to.
 
@@ -203,8 +208,7 @@ def token_step(batch: PackedBatch) -> Tensor:
 
 def span_sum(batch: PackedBatch, values: Tensor) -> Tensor:
     """[S] float64: sum of a column [N] over each step's span."""
-    lengths = batch.steps.end - batch.steps.start
-    offsets = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
+    offsets = ends_of(batch.steps.end - batch.steps.start)
     return segment_sum(values[_span_tokens(batch.steps)[1]], offsets)
 
 
@@ -231,22 +235,21 @@ def part_of(batch: PackedBatch, trajectories: Tensor) -> Part:
 
     Groups are numbered anew, columns copied. The host waits for a device to know how many rows and tokens there are.
     """
-    steps = batch.steps
-    rows = _spans(batch.row_offsets, trajectories)
-    tokens = _spans(batch.cu_seqlens, rows)
-    step_offsets = offsets_of(steps.trajectory, batch.num_trajectories)
-    positions = _spans(step_offsets, trajectories)
-    cu_seqlens = _offsets(batch.row_lengths[rows])
+    rows, row_trajectory = _spans(batch.row_offsets, trajectories)
+    tokens, _ = _spans(batch.cu_seqlens, rows)
+    step_offsets = offsets_of(batch.steps.trajectory, batch.num_trajectories)
+    positions, step_trajectory = _spans(step_offsets, trajectories)
+    cu_seqlens = ends_of(batch.row_lengths[rows])
     present, groups = torch.unique_consecutive(batch.trajectory_group[trajectories], return_inverse=True)
     part = replace(
         batch,
         cu_seqlens=cu_seqlens,
-        row_trajectory=_owners(batch.row_offsets, trajectories),
+        row_trajectory=row_trajectory,
         row_trainable=batch.row_trainable[rows],
         trajectory_group=groups,
         rewards=batch.rewards[trajectories],
         baseline=batch.baseline[trajectories],
-        steps=_steps(batch, rows, positions, _owners(step_offsets, trajectories), cu_seqlens),
+        steps=_steps(batch, rows, positions, step_trajectory, cu_seqlens),
         num_tokens=len(tokens),
         num_groups=len(present),
         columns={name: column[tokens] for name, column in batch.columns.items()},
@@ -280,18 +283,9 @@ def _steps(batch: PackedBatch, rows: Tensor, positions: Tensor, owners: Tensor, 
     )
 
 
-def _spans(offsets: Tensor, positions: Tensor) -> Tensor:
-    """The indices offsets[p] : offsets[p + 1] of all `positions`, one after another."""
+def _spans(offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(the indices offsets[p] : offsets[p + 1] of all `positions`, one after another; of each the number of its p)."""
     lengths = offsets[positions + 1] - offsets[positions]
-    shift = offsets[positions] - _offsets(lengths)[:-1]
-    spread = torch.repeat_interleave(shift, lengths)
-    return spread + torch.arange(len(spread), device=spread.device)
-
-
-def _owners(offsets: Tensor, positions: Tensor) -> Tensor:
-    """For each index of `_spans` the number of its position."""
-    return torch.repeat_interleave(offsets[positions + 1] - offsets[positions])
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
+    owner = torch.repeat_interleave(lengths)
+    shift = offsets[positions] - ends_of(lengths)[:-1]
+    return shift[owner] + torch.arange(len(owner), device=owner.device), owner

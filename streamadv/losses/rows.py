@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Final
 
 import torch
@@ -27,8 +26,8 @@ def gspo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_
     d = log_ratio(log_probs, old_log_probs, advantages, response_mask, weights)
     mean = spread(row_means(d.detach(), response_mask, cu_seqlens), cu_seqlens, len(d))
     log_s, zeros = (mean + (d - d.detach())).clamp(max=10), torch.zeros_like(d)
-    clip = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None, weights=weights)
-    loss, metrics = clip(log_s, zeros, advantages, response_mask)
+    loss, metrics = ppo_clip(log_s, zeros, advantages, response_mask, clip_low=clip_low, clip_high=clip_high,
+                             dual_clip=None, weights=weights)  # fmt: skip
     return loss, metrics | result(loss, response_mask, None, ppo_kl=-d)[1]
 
 
@@ -42,8 +41,8 @@ def row_clip(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, respo
     """
     d = log_ratio(log_probs, old_log_probs, advantages, response_mask, weights)
     log_s = spread(row_sums(weighed(d, response_mask), cu_seqlens), cu_seqlens, len(d)).clamp(-20, 20)
-    clip = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None, weights=weights)
-    loss, metrics = clip(log_s.expand_as(d), torch.zeros_like(d), advantages, response_mask)
+    loss, metrics = ppo_clip(log_s.expand_as(d), torch.zeros_like(d), advantages, response_mask, clip_low=clip_low,
+                             clip_high=clip_high, dual_clip=None, weights=weights)  # fmt: skip
     return loss, metrics | {"actor/ppo_kl": masked_mean(-d, response_mask)}
 
 

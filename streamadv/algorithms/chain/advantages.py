@@ -17,7 +17,7 @@ from ...extras import torch
 from ...messages import brief, one_line
 from ..chain_metrics import fraction, mean, summary
 from ..kl import column_kl
-from ..packed import Level, PackedBatch, expand, span_sum, token_step
+from ..packed import Level, PackedBatch, ends_of, expand, span_sum, token_step
 from ..registry import Estimate, Estimator, Scope, get_estimator
 from ..rewards import clip
 from ..scan import scan_segments
@@ -72,7 +72,7 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
             of_returns = summary("returns", known_returns)
         metrics = {
             **summary("critic/rewards", summarise(batch.rewards, ~batch.baseline)),
-            **{f"critic/returns/{_ending(name)}": metric for name, metric in of_returns.items()},
+            **{f"critic/returns/{name.rpartition('/')[2]}": metric for name, metric in of_returns.items()},
         }
         if changed_later:  # the step that changes the advantages reports them
             returns = advantages if returns is None else returns
@@ -103,8 +103,7 @@ def _kl_to_go_step(config: KLConfig) -> ChainStep:
         log_probs, ref_log_probs = batch.column(config.log_probs), batch.column("ref_log_probs")
         kl, _ = column_kl(log_probs, ref_log_probs, config.penalty, generated)
         step = token_step(batch)
-        lengths = torch.unique_consecutive(step, return_counts=True)[1]
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        offsets = ends_of(torch.unique_consecutive(step, return_counts=True)[1])
         term = state.kl_coefficient * scan_segments(kl, 1.0, offsets)
         term = torch.where(mask & (step >= 0), term, 0.0)
         advantages = advantages - term
@@ -189,10 +188,6 @@ def level_weight(state: State) -> Tensor:
     if "response_mask" in batch.columns:
         return span_sum(batch, batch.column("response_mask"))
     return torch.where(batch.baseline[steps.trajectory], 0, steps.end - steps.start)
-
-
-def _ending(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 GREATEST_FLOAT32: Final = float(np.finfo(np.float32).max)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
@@ -44,9 +44,8 @@ class RewardConfig(_Section):
     """Shaping of the trajectories' rewards, the first step: sum, truncation and overlong penalties, normalise, clip."""
 
     components: dict[str, float] = Field(default_factory=dict)  # reward = sum of weight * named reward
-    truncation: float | None = (
-        None  # rewards of truncated ones: times this; replaced by it if negative (OpenRLHF)
-    )
+    #: rewards of truncated ones: times this; replaced by it if negative (OpenRLHF)
+    truncation: float | None = None
     overlong: OverlongConfig | None = None
     mean: NormScope | None = None  # over what the subtracted mean is taken; None = not subtracted
     std: NormScope | None = None  # the same for the divisor
@@ -61,9 +60,8 @@ class MaskConfig(_Section):
     difficulty_low: float | None = None  # stays: mean reward of the group strictly above
     difficulty_high: float | None = None  # stays: and strictly below
     max_length: Annotated[int, Field(gt=0)] | None = None  # masked: so many trainable tokens or more
-    wrong_max_length: Annotated[int, Field(gt=0)] | None = (
-        None  # masked: so many where the reward is not positive
-    )
+    #: masked: so many where the reward is not positive
+    wrong_max_length: Annotated[int, Field(gt=0)] | None = None
     truncated: bool = False  # masked: status truncated
 
 
@@ -128,9 +126,8 @@ class CorrectionConfig(_Section):
     veto: Positive | None = None  # masks rows with a token of a lower ratio
     veto_upper: Positive | None = None  # masks rows with a token of a higher ratio (SkyRL's outlier tokens)
     m2_threshold: Positive | None = None  # masks tokens until the mean squared log-ratio is below (M2PO)
-    before_estimator: bool | None = (
-        None  # rejected tokens then count in no statistics of the estimator; None: `order`
-    )
+    #: rejected tokens then count in no statistics of the estimator; None: `order`
+    before_estimator: bool | None = None
 
 
 class ChainConfig(_Section):
@@ -154,9 +151,8 @@ class ChainConfig(_Section):
     raw_advantages: bool = False  # deliver the advantages before distillation, whitening and clipping too
     by_source: bool = False  # everything over the batch is over the groups of one data_source instead
     correction: CorrectionConfig | None = None
-    order: Literal["verl", "roll"] | None = (
-        None  # whose order of KL, correction and estimator; see `build_chain`
-    )
+    #: whose order of KL, correction and estimator; see `build_chain`
+    order: Literal["verl", "roll"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -200,15 +196,16 @@ class ChainConfig(_Section):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
-        for problems in (
-            _reward_problems(self.reward),
-            _mask_problems(self.masks),
-            _token_reward_problems(self),
-            _kl_problems(self.kl),
-            _distill_problems(self.distill),
-            _correction_problems(self.correction),
-        ):
-            for problem in problems:
+        checks: list[tuple[Any, Callable[[Any], Iterator[str]]]] = [
+            (self.reward, _reward_problems),
+            (self.masks, _mask_problems),
+            (self, _token_reward_problems),
+            (self.kl, _kl_problems),
+            (self.distill, _distill_problems),
+            (self.correction, _correction_problems),
+        ]
+        for section, problems in checks:
+            for problem in problems(section) if section is not None else ():
                 raise ValueError(problem)
         weights = self.sample_weights
         if weights and not (weights.difficulty or weights.length):
@@ -254,9 +251,7 @@ def _reward_problems(config: RewardConfig) -> Iterator[str]:
         yield "reward.epsilon does nothing without reward.std"
 
 
-def _mask_problems(config: MaskConfig | None) -> Iterator[str]:
-    if config is None:
-        return
+def _mask_problems(config: MaskConfig) -> Iterator[str]:
     if not config.model_dump(exclude_defaults=True):
         yield "masks does nothing: give it a bound, or truncated"
     low, high = config.difficulty_low, config.difficulty_high
@@ -267,17 +262,15 @@ def _mask_problems(config: MaskConfig | None) -> Iterator[str]:
         yield f"masks.wrong_max_length {wrong} does nothing: max_length {longest} masks those trajectories"
 
 
-def _kl_problems(config: KLConfig | None) -> Iterator[str]:
-    if config is None:
-        return
+def _kl_problems(config: KLConfig) -> Iterator[str]:
     if config.target is None and config.horizon != KLConfig().horizon:
         yield "kl.horizon does nothing without kl.target"
     if config.target is not None and config.coefficient == 0:
         yield "kl.coefficient is 0 and never adapts to kl.target: begin above 0"
 
 
-def _distill_problems(config: DistillConfig | None) -> Iterator[str]:
-    if config is not None and config.teachers and config.coefficient != DistillConfig().coefficient:
+def _distill_problems(config: DistillConfig) -> Iterator[str]:
+    if config.teachers and config.coefficient != DistillConfig().coefficient:
         yield "distill.coefficient does nothing beside distill.teachers, which have their own"
 
 
@@ -292,9 +285,7 @@ def _token_reward_problems(config: ChainConfig) -> Iterator[str]:
         yield "raw_advantages does nothing without distill, whiten_advantages or advantage_clip"
 
 
-def _correction_problems(config: CorrectionConfig | None) -> Iterator[str]:
-    if config is None:
-        return
+def _correction_problems(config: CorrectionConfig) -> Iterator[str]:
     if not (config.level or config.rejections or config.veto or config.veto_upper or config.m2_threshold):
         yield "correction does nothing: give it a level, rejections, veto or m2_threshold"
     if config.veto and (config.veto_upper or math.inf) <= config.veto:

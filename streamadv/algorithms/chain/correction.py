@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ...extras import torch
 from ..chain_metrics import Metric, off_policy_metrics
 from ..off_policy import importance_weights, m2po_mask, reject, veto
-from ..packed import PackedBatch
 from ..registry import Scope
 from ..segments import Trainable
 from .config import CorrectionConfig
@@ -32,6 +31,7 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
         passing, rejection_metrics = _passing(config, log_ratio, tokens)
         metrics |= rejection_metrics
         if config.level is not None:
+            all_rows = config.batch_normalize_rows == "all"  # those of baseline members left out
             weights, weight_metrics = importance_weights(
                 log_ratio,
                 tokens,
@@ -40,7 +40,7 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
                 upper=config.upper,
                 lower=config.lower,
                 batch_normalize=config.batch_normalize,
-                rows=_all_rows(batch) if config.batch_normalize_rows == "all" else None,
+                rows=(~batch.baseline)[batch.row_trajectory].sum() if all_rows else None,
             )
             metrics |= weight_metrics
             state = state.with_columns(rollout_is_weights=weights)
@@ -66,11 +66,6 @@ def _passing(
     if config.m2_threshold is not None:
         passing = passing & m2po_mask(log_ratio, tokens.mask, config.m2_threshold)
     return passing, metrics
-
-
-def _all_rows(batch: PackedBatch) -> Tensor:
-    """0-d: the number of rows, without those of baseline members."""
-    return (~batch.baseline)[batch.row_trajectory].sum()
 
 
 def _narrowed(state: State, passing: Tensor) -> State:

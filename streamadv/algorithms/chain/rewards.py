@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -87,16 +87,11 @@ def raw_rewards(config: RewardConfig, batch: PackedBatch) -> Tensor:
 
 
 def pushed_rewards(config: RewardConfig, batch: PackedBatch) -> Tensor:
-    """[M] float64: the rewards as pushed, named ones summed, without any shaping."""
-    if config.components:
-        return _summed(batch, config.components)
-    return batch.rewards if batch.scores is None else batch.scores
-
-
-def _summed(batch: PackedBatch, weights: Mapping[str, float]) -> Tensor:
-    """[M] float64: weighted sum of named rewards."""
+    """[M] float64: the rewards as pushed, named ones summed by their weights, without any shaping."""
+    if not config.components:
+        return batch.rewards if batch.scores is None else batch.scores
     total = torch.zeros_like(batch.rewards)
-    for name, weight in weights.items():
+    for name, weight in config.components.items():
         if name not in batch.components:
             present = ", ".join(batch.components) or "none"
             raise TrajectoryError(

@@ -39,9 +39,7 @@ class State:
     level: Level
     kl_coefficient: float = 0.0
     running: RunningMoments | None = None
-    trainable: Trainable | None = (
-        None  # the batch's trainable tokens; None while response_mask was not fetched
-    )
+    trainable: Trainable | None = None  # tokens of the batch; None while response_mask was not fetched
     advantages: Tensor | None = None  # [R] or [S] float64; at level token [N] float32, 0 where masked
     returns: Tensor | None = None
     summary: Summary | None = None  # of the advantages over trainable tokens, if a step has taken it

@@ -25,17 +25,6 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @kernel
-def count(mask, offsets, counts):
-    """counts [R] int64: tokens of a row that count."""
-    for row in range(len(offsets) - 1):
-        counted = mask[offsets[row] : offsets[row + 1]]
-        total = 0
-        for t in range(len(counted)):
-            total += counted[t] != 0
-        counts[row] = total
-
-
-@kernel
 def four_steps(a, b, c, d, factor, ahead):
     """x of four neighbouring tokens, given `ahead`, the x after them.
 
