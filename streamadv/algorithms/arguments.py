@@ -52,8 +52,7 @@ class Values:
     spills: bool = False  # must not be infinite outside the mask either
 
     def take(self, name: str, value: Any, call: Call) -> Tensor:
-        tensor = _tensor(name, value, call)
-        _fit(name, tensor.shape, self.dims, self.or_dims, call)
+        tensor = _tensor(name, value, call, self.dims, self.or_dims)
         if tensor.dtype not in (torch.float32, torch.float64):
             tensor = tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
         call.numbers.append((name, tensor, self))
@@ -68,8 +67,7 @@ class Flags:
     counts: bool = True  # decides which numbers of its shape count
 
     def take(self, name: str, value: Any, call: Call) -> Tensor:
-        tensor = _tensor(name, value, call)
-        _fit(name, tensor.shape, self.dims, None, call)
+        tensor = _tensor(name, value, call, self.dims)
         if tensor.dtype != torch.bool:
             values = tensor if tensor.is_floating_point() else tensor.to(torch.int64)
             tensor = values.to(torch.bool)
@@ -88,8 +86,7 @@ class Whole:
     or_dims: Dims | None = None
 
     def take(self, name: str, value: Any, call: Call) -> Tensor:
-        tensor = _tensor(name, value, call)
-        _fit(name, tensor.shape, self.dims, self.or_dims, call)
+        tensor = _tensor(name, value, call, self.dims, self.or_dims)
         if tensor.is_floating_point():
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ArgumentError(f"{name} has dtype {dtype}, needs whole numbers")
@@ -257,7 +254,7 @@ Count = Annotated[int, Number(low=1, whole=True)]
 Length = Annotated[int, Number(low=0, whole=True)]
 
 
-def _tensor(name: str, value: Any, call: Call) -> Tensor:
+def _tensor(name: str, value: Any, call: Call, dims: Dims, or_dims: Dims | None = None) -> Tensor:
     if isinstance(value, np.ndarray):
         value = _from_numpy(name, value)
     elif not isinstance(value, Tensor):
@@ -275,6 +272,7 @@ def _tensor(name: str, value: Any, call: Call) -> Tensor:
         value = value.detach()
     tensor: Tensor = value.resolve_neg().contiguous()
     call.memory.add(tensor.untyped_storage().data_ptr())
+    _fit(name, tensor.shape, dims, or_dims, call)
     return tensor
 
 

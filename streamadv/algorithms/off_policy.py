@@ -202,13 +202,12 @@ def veto(
 ) -> Tensor:
     """[N] bool: False for all tokens of a row that has a token with ratio below `threshold` or above `upper`."""
     bad = torch.zeros_like(log_ratio, dtype=torch.bool)
+    for name, bound in (("veto", threshold), ("veto_upper", upper)):
+        if bound is not None and not bound > 0:
+            raise OptionError(f"correction.{name} is {bound}, needs a number above 0")
     if threshold is not None:
-        if not threshold > 0:
-            raise OptionError(f"correction.veto is {threshold}, needs a number above 0")
         bad |= log_ratio < math.log(threshold)
     if upper is not None:
-        if not upper > 0:
-            raise OptionError(f"correction.veto_upper is {upper}, needs a number above 0")
         bad |= log_ratio > math.log(upper)
     return spread(tokens.row_sum(bad) == 0, tokens.offsets, len(log_ratio))
 

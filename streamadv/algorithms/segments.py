@@ -113,13 +113,7 @@ class Trainable(NamedTuple):
 
     def spread(self, values: Tensor) -> Tensor:
         """[N] float32: a row's value of `values` [R] at its tokens that count, 0 elsewhere."""
-        if kernels.on_cpu(values):
-            result = torch.empty(len(self.mask), dtype=torch.float32, device="cpu")
-            arrays = map(kernels.as_array, (values, self.mask, self.offsets))
-            kernels.spread(*arrays, result.numpy())
-            return result
-        on_tokens = spread(values, self.offsets, len(self.mask))
-        return torch.where(self.mask, on_tokens, torch.zeros((), dtype=torch.float32, device=values.device))
+        return self.only(spread(values.to(torch.float32), self.offsets, len(self.mask)))
 
     def row_sum(self, values: Tensor) -> Tensor:
         """[R] float64: the sum of `values` [N] over the tokens of a row that count."""

@@ -90,7 +90,11 @@ class Access:
         }  # fmt: skip
         said = {name: value for name, value in said.items() if value is not None}
         ticket = self._rollout.ticket if self._rollout is not None else None
-        said |= _shared(ticket, metadata)
+        shared = {  # what the key leaves out of the ticket
+            "data_source": ticket.data_source if ticket else None,
+            "metadata": {**(ticket.metadata if ticket else {}), **(metadata or {})},
+        }
+        said |= {name: value for name, value in shared.items() if value}
         try:
             body = json.dumps(said, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
@@ -151,15 +155,6 @@ def url_of(url: str | None) -> str:
     if not (found := url or os.environ.get(f"{PREFIX}GATEWAY_URL")):
         raise SettingError(f"the gateway's URL is not given: give it, or set {PREFIX}GATEWAY_URL")
     return found.rstrip("/").removesuffix("/v1")
-
-
-def _shared(ticket: Ticket | None, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the key leaves out of the ticket."""
-    said = {
-        "data_source": ticket.data_source if ticket else None,
-        "metadata": {**(ticket.metadata if ticket else {}), **(metadata or {})},
-    }
-    return {name: value for name, value in said.items() if value}
 
 
 def post(url: str, key: str | None, body: bytes) -> Any:

@@ -13,13 +13,12 @@ import aiohttp
 import orjson
 
 from .. import clock
+from ..integrations.engines.client import AGAIN
 from ..messages import log_fields, one_line
 from .refusals import RefusedError, unavailable
 
 logger = logging.getLogger(__name__)
 
-#: Answers after which the same request may succeed: the engine loads weights, restarts or is full.
-_AGAIN: Final = frozenset((408, 425, 429, 500, 502, 503, 504))
 #: Tries of a request, on whichever engines; the pause before the second one doubles before each further one.
 TRIES: Final = 4
 PAUSE_S: Final = 0.5
@@ -156,7 +155,7 @@ class Engines:
             if status < 400:
                 return answer, version
             problem = f"{engine.url}: {status} {_words_of(answer)}"
-            if status not in _AGAIN:
+            if status not in AGAIN:
                 raise RefusedError(status, "engine", problem, answer if isinstance(answer, dict) else None)
             if number == TRIES - 2:  # it answers, and always with this: perhaps another one can
                 self._rest(engine)
@@ -248,7 +247,7 @@ class Engines:
             async with asyncio.timeout(LOOK_S):
                 status, answer = await self._post(engine, "start", _RENDER, body)
             engine.renders = status < 400 and "token_ids" in answer
-            engine.is_known = status not in _AGAIN
+            engine.is_known = status not in AGAIN
             if engine.is_known:
                 logger.info(
                     "engine %s: %s",

@@ -189,7 +189,7 @@ class QueueTrainer(Trainer):
                 )
         self._rows = 0
         if resume_from_checkpoint:
-            self._load(Path(resume_from_checkpoint))
+            self.queue.load_state_dict(read_state(Path(resume_from_checkpoint)))
         return super().train(resume_from_checkpoint or None, *positional, **keywords)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -243,9 +243,6 @@ class QueueTrainer(Trainer):
         self._saved = self.batch
 
     # Parts
-
-    def _load(self, checkpoint: Path) -> None:
-        self.queue.load_state_dict(read_state(checkpoint))
 
     def _publish(self, version: int) -> str | None:
         """Make the weights of a version readable; their URI. Every rank calls it: with FSDP all hold a part of them."""

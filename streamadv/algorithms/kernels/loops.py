@@ -205,16 +205,6 @@ def rescale(values, mask, centre, scale, result):
 
 
 @kernel
-def spread(values, mask, offsets, result):
-    """The value of a row [R] at its tokens that count, 0 elsewhere."""
-    for row in range(len(offsets) - 1):
-        value, first, stop = values[row], offsets[row], offsets[row + 1]
-        counted, made = mask[first:stop], result[first:stop]
-        for t in range(len(made)):
-            made[t] = value if counted[t] else np.float32(0)
-
-
-@kernel
 def place(rewards, start, end, mask, result):
     """A reward is added at the last token that counts in start .. end, if the span has one; 0 elsewhere."""
     result[:] = 0

@@ -17,7 +17,7 @@ require("EngineClient", "aiohttp")
 import aiohttp  # noqa: E402  after the check, which names the extra
 
 #: Answers after which the same request may succeed: the engine loads weights, restarts or is full.
-_AGAIN: Final = frozenset((408, 425, 429, 500, 502, 503, 504))
+AGAIN: Final = frozenset((408, 425, 429, 500, 502, 503, 504))
 #: Seconds before the second try; doubled before each further one.
 _PAUSE_S: Final = 0.5
 _KINDS: Final = ("vllm", "sglang")
@@ -151,7 +151,7 @@ class EngineClient:
                     found: dict[str, Any] = json.loads(data)
                     return found
                 problem = f"{answer.status} {one_line(data.decode(errors='replace'))}"
-                may_pass = answer.status in _AGAIN
+                may_pass = answer.status in AGAIN
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 problem, may_pass = f"{type(error).__name__} {one_line(str(error))}".rstrip(), True
             if not (left and may_pass):

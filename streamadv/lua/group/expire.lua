@@ -56,10 +56,8 @@ for i, hash in ipairs(keys.group_hashes) do
   local more, outcome, data_source, rewards = expire(load_group(id, hash))
   slots, reply[1] = slots + more, i
   if outcome then
-    reply[#reply + 1] = id
-    reply[#reply + 1] = outcome
-    reply[#reply + 1] = data_source
-    reply[#reply + 1] = rewards
+    local n = #reply
+    reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = id, outcome, data_source, rewards
   end
   if slots >= EXPIRE_SLOTS then break end
 end
