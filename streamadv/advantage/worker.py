@@ -164,16 +164,15 @@ class Worker:
         thread.start()
         return thread
 
+    def _waiting(self, what: str) -> Wait:
+        blocked = Blocked(STAGE, what, self._run.name, first_s=0.0)
+        return Wait(blocked, base=1.0, cap=10.0, sleep=self._stop.wait)
+
     # Read
 
     def _read(self) -> None:
         outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
-        unknown = Wait(
-            Blocked(STAGE, UNKNOWN_CHAIN, self._run.name, first_s=0.0),
-            base=1.0,
-            cap=10.0,
-            sleep=self._stop.wait,
-        )
+        unknown = self._waiting(UNKNOWN_CHAIN)
         is_checked = False
         while not self._stop.is_set():
             try:
@@ -213,12 +212,7 @@ class Worker:
 
     def _compute(self) -> None:
         outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
-        failing = Wait(
-            Blocked(STAGE, FAILING_CHAIN, self._run.name, first_s=0.0),
-            base=1.0,
-            cap=10.0,
-            sleep=self._stop.wait,
-        )
+        failing = self._waiting(FAILING_CHAIN)
         while not self._stop.is_set():
             try:
                 prepared = self._prepared.get(timeout=POLL_S)

@@ -50,7 +50,8 @@ def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty =
     """
     if penalty in KL_PENALTIES and penalty.endswith("+"):
         value = approx_kl(log_probs.detach(), ref_log_probs.detach(), penalty[:-1])  # type: ignore[arg-type]
-        return _with_gradient(value, 0.5 * (log_probs - ref_log_probs).square())
+        k2 = 0.5 * (log_probs - ref_log_probs).square()
+        return value + (k2 - k2.detach()) if k2.requires_grad else value
     difference = log_probs - ref_log_probs
     if penalty in ("k1", "kl"):
         return difference
@@ -62,11 +63,6 @@ def approx_kl(log_probs: Elements, ref_log_probs: Elements, penalty: KLPenalty =
         x = difference.neg_().clamp_(-20, 20)
         return (torch.expm1(x) - x).clamp_(-10, 10)
     raise SettingError(f"kl.penalty {penalty!r} is unknown: choose one of {', '.join(KL_PENALTIES)}")
-
-
-def _with_gradient(value: Tensor, other: Tensor) -> Tensor:
-    """`value` with the gradient of `other`."""
-    return value + (other - other.detach()) if other.requires_grad else value
 
 
 def column_kl(

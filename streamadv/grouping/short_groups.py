@@ -44,16 +44,10 @@ class Loss:
     usable: int
 
     @property
-    def group_ratio(self) -> float:
-        return self.groups / self.ended if self.ended else 0.0
-
-    @property
-    def trajectory_ratio(self) -> float:
-        return self.trajectories / self.usable if self.usable else 0.0
-
-    @property
     def is_much(self) -> bool:
-        return self.ended >= MIN_GROUPS and max(self.group_ratio, self.trajectory_ratio) >= WARN_RATIO
+        shares = [(self.groups, self.ended), (self.trajectories, self.usable)]
+        is_large = any(lost / total >= WARN_RATIO for lost, total in shares if total)
+        return self.ended >= MIN_GROUPS and is_large
 
     def since(self, before: Loss) -> Loss:
         return Loss(*map(sub, astuple(self), astuple(before)))
