@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from types import TracebackType
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 from .. import clock, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
-from ..trajectory.schema import Trajectory
-from .base_group import BaseGroup, BaseRollout, MappingArg, RewardArg, RowsArg, StepsArg, VersionArg
+from .base_group import BaseGroup, BaseRollout, awaited
 from .failures import Outcome
+from .group import Group, Rollout
 from .slots import Slots
-from .tickets import PushResult, Ticket
+from .tickets import Ticket
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer
@@ -30,48 +30,17 @@ class AsyncRollout(BaseRollout):
     cancellation of its task into a cancelled rollout; the exception is not swallowed.
 
     It has `group_id`, `rollout_index`, `model_version` (the newest one known when it was started), `ticket`, and says
-    whether it has `ended` or is `cancelled`.
+    whether it has `ended` or is `cancelled`; `push` and `fail` are those of `Rollout`, awaited.
     """
 
+    _producer: AsyncProducer
+    push = awaited(Rollout.push)
+    fail = awaited(Rollout.fail)
+
     def __init__(self, producer: AsyncProducer, slots: Slots, ticket: Ticket) -> None:
-        super().__init__(slots, ticket)
-        self._producer = producer
+        super().__init__(producer, slots, ticket)
         self._player: asyncio.Task[Any] | None = None  # that is inside `async with rollout`
         self._left: asyncio.Event | None = None
-
-    async def push(
-        self,
-        *,
-        reward: RewardArg = ...,
-        rewards: MappingArg = None,
-        reward_later: bool = False,
-        status: str = "completed",
-        role: str | None = None,
-        model_version: VersionArg = ...,
-        metadata: MappingArg = None,
-        steps: StepsArg = None,
-        rows: RowsArg = None,
-        **columns: Any,
-    ) -> str:
-        """As `Rollout.push`."""
-        return await self._producer._drive(
-            self._push(
-                reward=reward,
-                rewards=rewards,
-                reward_later=reward_later,
-                status=status,
-                role=role,
-                model_version=model_version,
-                metadata=metadata,
-                steps=steps,
-                rows=rows,
-                **columns,
-            )
-        )
-
-    async def fail(self, reason: str = "failed", detail: str = "") -> str:
-        """As `Rollout.fail`."""
-        return await self._producer._drive(self._fail(reason, detail))
 
     async def __aenter__(self) -> Self:
         self._start()
@@ -111,14 +80,14 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
     rollout`, so that the error of one does not cost its siblings.
 
     It has `group_id`, `size` (usable rollouts that make it complete), `model_version` (at its admission), `tickets`,
-    and `failures`.
+    and `failures`; `push`, `cancel` and `touch` are those of `Group`, awaited.
     """
 
-    def __init__(self, producer: AsyncProducer, ticket: Ticket) -> None:
-        """ticket: the first one of a group that has just been begun."""
-        slots = Slots.of_group(producer._logic, ticket)
-        super().__init__(slots, partial(AsyncRollout, producer, slots))
-        self._producer = producer
+    _producer: AsyncProducer
+    _make_rollout = AsyncRollout
+    push = awaited(Group.push)
+    cancel = awaited(Group.cancel)
+    touch = awaited(Group.touch)
 
     async def run(self, play: Callable[..., Any], *args: Any, retries: int = 0, **kwargs: Any) -> list[Any]:
         """Await `play(rollout, *args, **kwargs)` for each rollout that has not ended, all at once.
@@ -180,18 +149,6 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
             await self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
         except StreamadvError as error:
             outcome.error = outcome.error or error
-
-    async def push(self, records: Sequence[Trajectory | Mapping[str, Any]]) -> PushResult:
-        """As `Group.push`."""
-        return await self._producer._drive(self._slots.push(records))
-
-    async def cancel(self, count: int | None = None, *, indices: Iterable[int] | None = None) -> PushResult:
-        """As `Group.cancel`."""
-        return await self._producer._drive(self._slots.cancel(count, indices))
-
-    async def touch(self, deadline_s: float | None = None) -> bool:
-        """As `Group.touch`."""
-        return await self._producer.touch(self.group_id, deadline_s)
 
     async def __aenter__(self) -> Self:
         return self

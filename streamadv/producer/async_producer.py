@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -13,27 +13,34 @@ from ..store.calls import run_script_async, run_transaction_async, server_ids_as
 from ..store.connection import AsyncConnection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
-from ..trajectory.schema import Trajectory
 from .admission import Ahead
 from .announcements import await_room_async
 from .async_group import AsyncGroup, AsyncRollout
+from .base_group import awaited
 from .base_producer import BaseProducer
 from .checks import GroupRequest
 from .encode import Push
 from .extra_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
-from .membership import Weights
+from .producer import Producer
 from .prompted import PromptedGroups
 from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .sender import Sender
 from .slots import Slots
-from .tickets import PushResult, Ticket
+from .tickets import Ticket
 
 
 class AsyncProducer(
     BaseProducer["BeginGroup", AsyncIterator[AsyncGroup], AsyncIterator[tuple[Any, AsyncGroup]]]
 ):
-    """What `async with Producer(...)` gives. Any number of tasks may use it at once."""
+    """What `async with Producer(...)` gives: the methods of `Producer`, awaited. Any number of tasks may use it."""
+
+    push = awaited(Producer.push)
+    push_many = awaited(Producer.push_many)
+    score = awaited(Producer.score)
+    touch = awaited(Producer.touch)
+    wait_for_weights = awaited(Producer.wait_for_weights)
+    finish = awaited(Producer.finish)
 
     def __init__(
         self, connection: AsyncConnection, logic: ProducerLogic | None = None, **options: object
@@ -113,36 +120,9 @@ class AsyncProducer(
     async def _admit(self, request: GroupRequest) -> AsyncGroup:
         return AsyncGroup(self, await self._drive(self._logic.begin(request)))
 
-    async def push(self, trajectories: Sequence[Trajectory]) -> PushResult:
-        """As `Producer.push`."""
-        return await self._drive(self._logic.pushes.push_trajectories(trajectories))
-
-    async def push_many(
-        self,
-        groups: Sequence[Sequence[Trajectory]],
-        *,
-        timeout: float | None = None,  # noqa: ASYNC109  covers waiting for admission, not a lost server
-    ) -> list[PushResult]:
-        """As `Producer.push_many`."""
-        return await self._drive(self._logic.pushes.push_many(groups, timeout))
-
     def rollout(self, ticket: Ticket) -> AsyncRollout:
         """As `Producer.rollout`."""
         return AsyncRollout(self, Slots.of_received(self._logic, ticket), ticket)
-
-    async def score(
-        self,
-        group_id: str,
-        rollout_index: int,
-        reward: float | None,
-        rewards: Mapping[str, float] | None = None,
-    ) -> str:
-        """As `Producer.score`."""
-        return await self._drive(self._logic.pushes.score(group_id, rollout_index, reward, rewards))
-
-    async def touch(self, group_id: str, deadline_s: float | None = None) -> bool:
-        """As `Producer.touch`."""
-        return await self._drive(self._logic.admission.touch(group_id, deadline_s))
 
     async def model_version(self) -> int | None:
         """As `Producer.model_version`."""
@@ -150,14 +130,6 @@ class AsyncProducer(
         membership.check_open()
         value: Any = await self._connection.scripts.hget(membership.manifest.keys.home.session, "version")
         return as_int(value)
-
-    async def wait_for_weights(self) -> Weights:
-        """As `Producer.wait_for_weights`."""
-        return await self._drive(self._logic.wait_for_weights())
-
-    async def finish(self) -> None:
-        """As `Producer.finish`."""
-        await self._drive(self._logic.finish())
 
     async def _disconnect(self) -> None:
         self._sender.close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import cached_property, wraps
 from types import EllipsisType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 from .. import clock
 from ..errors import SettingError, TrajectoryError
@@ -13,7 +13,7 @@ from ..messages import brief
 from ..trajectory.schema import Row, Step
 from .checks import MAY_BE_NONE
 from .failures import Outcome
-from .requests import Steps
+from .requests import Steps, T
 from .slots import Slots
 from .tickets import Ticket
 
@@ -26,11 +26,28 @@ MappingArg = Mapping[str, Any] | None
 StepsArg = Sequence[Step | Mapping[str, Any]] | None
 RowsArg = Sequence[Row | Mapping[str, Any]] | None
 
+P = ParamSpec("P")
+
+
+def awaited(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A method that carries steps out, for a class that is used by asyncio code."""
+
+    @wraps(method)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        carrying_out: Any = method(self, *args, **kwargs)  # a coroutine, as `_drive` is one there
+        result: T = await carrying_out
+        return result
+
+    return call
+
 
 class BaseRollout:
     """What the two kinds of rollout share."""
 
-    def __init__(self, slots: Slots, ticket: Ticket) -> None:
+    def __init__(self, producer: Any, slots: Slots, ticket: Ticket) -> None:
+        self._producer = producer
         self._slots = slots
         self.ticket = ticket
         """Its ticket, to be played elsewhere: `ticket.to_json()`."""
@@ -96,12 +113,15 @@ R = TypeVar("R", bound=BaseRollout)
 class BaseGroup(Generic[R]):
     """What the two kinds of group share."""
 
-    def __init__(self, slots: Slots, make_rollout: Callable[[Ticket], R]) -> None:
-        self._slots = slots
-        self._make_rollout = make_rollout
-        self.group_id = slots.ticket.group_id
-        self.size = slots.ticket.group_size
-        self.model_version = slots.ticket.model_version
+    _make_rollout: type[R]
+
+    def __init__(self, producer: Any, ticket: Ticket) -> None:
+        """ticket: the first one of a group that has just been begun."""
+        self._producer = producer
+        self._slots = Slots.of_group(producer._logic, ticket)
+        self.group_id = ticket.group_id
+        self.size = ticket.group_size
+        self.model_version = ticket.model_version
 
     def __repr__(self) -> str:
         slots = self._slots
@@ -126,7 +146,7 @@ class BaseGroup(Generic[R]):
 
     @cached_property
     def _rollouts(self) -> list[R]:
-        return [self._make_rollout(ticket) for ticket in self._slots.tickets]
+        return [self._make_rollout(self._producer, self._slots, ticket) for ticket in self._slots.tickets]
 
     def __iter__(self) -> Iterator[R]:
         return iter(self._rollouts)

@@ -19,8 +19,7 @@ from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
 from .base_group import BaseGroup, BaseRollout, MappingArg, RewardArg, RowsArg, StepsArg, VersionArg
 from .failures import Outcome
-from .slots import Slots
-from .tickets import PushResult, Ticket
+from .tickets import PushResult
 
 if TYPE_CHECKING:
     from .producer import Producer
@@ -39,9 +38,7 @@ class Rollout(BaseRollout):
     whether it has `ended` or is `cancelled`.
     """
 
-    def __init__(self, producer: Producer, slots: Slots, ticket: Ticket) -> None:
-        super().__init__(slots, ticket)
-        self._producer = producer
+    _producer: Producer
 
     def _start(self) -> None:
         self._producer._keep_heart()
@@ -49,6 +46,7 @@ class Rollout(BaseRollout):
 
     def push(
         self,
+        /,
         *,
         reward: RewardArg = ...,
         rewards: MappingArg = None,
@@ -129,11 +127,8 @@ class Group(BaseGroup[Rollout]):
     and `failures`.
     """
 
-    def __init__(self, producer: Producer, ticket: Ticket) -> None:
-        """ticket: the first one of a group that has just been begun."""
-        slots = Slots.of_group(producer._logic, ticket)
-        super().__init__(slots, partial(Rollout, producer, slots))
-        self._producer = producer
+    _producer: Producer
+    _make_rollout = Rollout
 
     def run(
         self,
