@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import redis
 
 from streamadv.errors import ProcessEndedError
-from streamadv.store.credentials import environment_with
+from streamadv.store.urls import environment_with
 
 from .children import Child, Message, stop_all
 from .pace import GO, WAIT

@@ -18,9 +18,8 @@ from .errors import SettingError
 from .logs import LogFormat
 from .messages import first_problem
 from .store import tls
-from .store.credentials import PREFIX, complete_url, secret_from
 from .store.keys import check_run_name
-from .store.urls import hide_password
+from .store.urls import PREFIX, complete_url, hide_password, secret_from
 
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
 #: Passwords of the users that `config acl` makes and of the page of `view`, and what signs keys of the gateway: see

@@ -21,8 +21,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from streamadv.launcher import ending_with_parent
-from streamadv.store.binary import find_server_binary
-from streamadv.store.embedded import EmbeddedServer, free_port
+from streamadv.store.embedded import EmbeddedServer, find_server_binary, free_port
 from streamadv.store.keys import CLUSTER_SLOTS
 from streamadv.store.retry import RETRYABLE
 from streamadv.store.waiting import Blocked, Wait

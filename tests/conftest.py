@@ -26,9 +26,8 @@ from streamadv.grouping import housekeeping
 from streamadv.producer import Producer
 from streamadv.run import Run, consumer, open_run
 from streamadv.store import waiting
-from streamadv.store.binary import find_server_binary
 from streamadv.store.connection import Connection
-from streamadv.store.embedded import EmbeddedServer
+from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
 
 #: Markers of all tests in a folder.

@@ -27,7 +27,7 @@ from streamadv.metrics.collectors import ArrayHistogram
 from streamadv.run.manifest import DEFAULTS, RunSettings
 from streamadv.settings import SECRETS, Settings
 from streamadv.status import exported
-from streamadv.store.credentials import PREFIX
+from streamadv.store.urls import PREFIX
 
 ROOT: Final = Path(__file__).parents[2]
 #: Files of the checkout that are pages of the site.

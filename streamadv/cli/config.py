@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..errors import SettingError
 from ..settings import shown_settings
 from ..store.acl import ROLES, acl_line, password_hash
-from ..store.credentials import PREFIX, secret_from
+from ..store.urls import PREFIX, secret_from
 from . import add_redis_options, flags_of, settings_from
 from .compute import add_chain_options, chain_from
 

@@ -20,10 +20,9 @@ from ..run.manifest import RunSettings
 from ..settings import Settings
 from ..status.activity import who_is_elsewhere
 from ..store.connection import Connection
-from ..store.credentials import PREFIX, environment_with, secret_from
 from ..store.embedded import EmbeddedServer, free_port
 from ..store.retry import SERVER_ERRORS
-from ..store.urls import hide_password
+from ..store.urls import PREFIX, environment_with, hide_password, secret_from
 from . import add_redis_options, settings_from
 from .parser import count, size
 from .view import open_page

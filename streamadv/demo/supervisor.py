@@ -20,8 +20,8 @@ from ..run import open_run
 from ..run.manifest import RunSettings
 from ..status import Status, read_status
 from ..store.connection import Connection
-from ..store.credentials import environment_with
 from ..store.embedded import EmbeddedServer
+from ..store.urls import environment_with
 from .environment import write_tokenizer
 from .progress import Kill, Progress
 from .settings import ADVANTAGE_WORKERS, ROLLOUT_PROCESSES, DemoSettings

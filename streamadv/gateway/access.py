@@ -17,7 +17,7 @@ from ..messages import one_line
 from ..producer.base_group import BaseRollout
 from ..producer.tickets import Ticket
 from ..settings import run_name
-from ..store.credentials import PREFIX
+from ..store.urls import PREFIX
 from .keys import KEY_S, Keys
 
 #: Seconds for the answer to `end`; a gateway that loads a long rollout takes some.

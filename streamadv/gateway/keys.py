@@ -19,8 +19,8 @@ from typing import Final, Literal, Self
 from .. import doors
 from ..errors import SettingError, StreamadvError
 from ..producer.tickets import Ticket
-from ..store.credentials import PREFIX, secret_from
 from ..store.keys import check_run_name
+from ..store.urls import PREFIX, secret_from
 
 Purpose = Literal["turn", "end", "operator"]
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ..errors import SettingError, StreamadvError
 from ..launcher import ending_with_parent
 from ..messages import brief, log_fields, one_line
-from ..store.credentials import PREFIX
+from ..store.urls import PREFIX
 from .access import Access, AgainError, post
 
 logger = logging.getLogger(__name__)

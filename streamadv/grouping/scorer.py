@@ -31,8 +31,8 @@ from ..run.packets import FetchedPacket, fetch_columns
 from ..settings import run_name
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
+from ..trajectory.members import references_of
 from ..trajectory.payload import payloads_of
-from ..trajectory.reference import references_of
 from .away import Away, GivenUp, Tries
 from .scores import AWAY, Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
 from .scoring_streams import (

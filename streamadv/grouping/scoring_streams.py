@@ -23,10 +23,9 @@ from ..store.retry import NotNowError
 from ..trajectory.checked import StepSpan
 from ..trajectory.columns import Array
 from ..trajectory.member_table import encode_table, read_table
-from ..trajectory.members import Members
+from ..trajectory.members import Members, Reference
 from ..trajectory.packet import StoredPacket, member_line
 from ..trajectory.payload import Payload
-from ..trajectory.reference import Reference
 from ..trajectory.schema import Role, Status
 
 

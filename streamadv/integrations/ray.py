@@ -32,9 +32,8 @@ from ..run import open_run
 from ..run.manifest import RunSettings
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
-from ..store.credentials import environment_with
 from ..store.embedded import LOOPBACK, free_port
-from ..store.urls import hide_password
+from ..store.urls import environment_with, hide_password
 
 require(__name__, "ray")
 

@@ -24,8 +24,7 @@ from ..extras import require
 from ..messages import log_fields
 from ..trainer import TrainerQueue
 from ..trainer.checkpoints import STATE_FILE, read_state, write_state
-from ..trainer.microbatch import Batch, MicroBatch
-from ..trainer.prompt_response import PromptResponse
+from ..trainer.microbatch import Batch, MicroBatch, PromptResponse
 from . import refuse
 from .peft_weights import check_mergeable, merged, under_base_names
 

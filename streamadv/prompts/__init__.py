@@ -3,8 +3,8 @@
 The prompts stay with the producers. The run holds, for each name, what `lua/prompts/` keeps in the home shard. In
 reading order:
 
-- `order.py`: the order in an epoch. `spec.py`: what all producers agree on, and the ids of the groups. `sources.py`,
-  `prompts.py`: the data set that a user gives. `figures.py`: what the last groups have shown.
+- `spec.py`: what all producers agree on, the ids of the groups, and the order in an epoch. `sources.py`, `prompts.py`:
+  the data set that a user gives. `figures.py`: what the last groups have shown.
 - `steps.py`: lease a prompt, and carry the ends of groups home: steps without I/O, for producers and for the pipeline.
 - `stored.py`: what a run has of its prompts, as rank 0, groupers and observers read and change it.
 

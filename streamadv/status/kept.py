@@ -16,10 +16,9 @@ from ..run.packets import FetchedPacket, fetch_columns, fetch_replies, know_colu
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
 from ..trajectory.columns import KNOWN_COLUMNS, LOG_PROBS, OUTPUT_COLUMNS, Array
-from ..trajectory.members import offsets
+from ..trajectory.members import Reference, offsets
 from ..trajectory.packet import decode_entries
 from ..trajectory.payload import payload_trajectory, payloads_of
-from ..trajectory.reference import Reference
 from ..trajectory.schema import Trajectory
 from .seen import PLACES, SeenGroup, Where, read_groups_at
 from .why import why

@@ -22,9 +22,8 @@ from ..store.connection import Connection
 from ..store.keys import LAST_ID
 from ..store.replies import as_count, as_int, as_text
 from ..trajectory.member_table import cut_tables, read_tables
-from ..trajectory.members import offsets
+from ..trajectory.members import Reference, offsets, references_of
 from ..trajectory.packet import StoredPacket
-from ..trajectory.reference import Reference, references_of
 
 Where = Literal["open", "waiting", "kept", "dead"]
 PLACES: Final[tuple[Where, ...]] = ("open", "waiting", "kept", "dead")

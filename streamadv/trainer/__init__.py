@@ -3,13 +3,12 @@
 In reading order:
 
 - `queue.py`: the object that a training loop uses. `arguments.py`: checks of its arguments.
-- `loop.py`: waits for the next batch and hands it out. `session.py`: a rank's trainer sessions, and what the loop
-  reports. `heartbeat.py`: its heartbeat.
+- `loop.py`: waits for the next batch and hands it out. `session.py`: a rank's trainer sessions, what the loop
+  reports, and its heartbeat.
 - `collect.py`: one rank's work for one batch. `plan.py` shares rows among ranks and micro-batches; `fetch.py` reads
   packets, also ahead; `delivery.py` takes the five steps from computed to delivered, with
   `late_columns.py` and `cut.py`.
-- `microbatch.py`, `prompt_response.py`, `columns.py`: what the loop receives. `references.py`, `delivered.py`: single
-  trajectories on request. `report.py`: the metrics of a batch.
+- `microbatch.py`: what the loop receives, single trajectories on request. `report.py`: the metrics of a batch.
 - `checkpoints.py`: saves what the loop has learned; `together.py` does it on all ranks.
 """
 

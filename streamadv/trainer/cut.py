@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..trajectory.columns import Array
 from ..trajectory.members import Positions, offsets
-from .microbatch import MicroBatch
+from .microbatch import MicroBatch, References
 from .plan import Share
-from .references import References
 
 #: Extra columns that do not have one value per token: name -> for each row of a share its array, None without one.
 RowExtras = Mapping[str, Sequence[Array | None]]

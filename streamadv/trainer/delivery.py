@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,14 +21,14 @@ from ..errors import SettingError, UndecodableGroupError
 from ..grouping.layout import Layout
 from ..metrics import importance_weights
 from ..run import Run
-from ..trajectory.columns import OUTPUT_COLUMNS
+from ..trajectory.columns import OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets, spans
+from ..trajectory.payload import payloads_of
 from ..trajectory.schema import TOKEN_COLUMNS
 from .cut import RowExtras, cut
-from .delivered import delivered
 from .fetch import FetchedShare, Problems, fetch, fetch_outputs
 from .late_columns import LateColumn, keep_late, make_late_columns
-from .microbatch import Batch, as_indices
+from .microbatch import Batch, Delivered, References, as_indices
 from .plan import Rank, Share, share_of
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
@@ -309,3 +310,27 @@ def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | N
         layout=trained,
         make_delivered=lambda: delivered(packed.fetched, outputs, record.k),
     )
+
+
+def delivered(fetched: FetchedShare, outputs: Mapping[str, Tensor], k: int) -> list[Delivered]:
+    """The trajectories with their payloads. outputs: computed columns of the share, [N] each."""
+    own = fetched.share.own
+    bounds = list(pairwise(offsets(own.members.table["tokens"]).tolist()))
+    pushed = {name: column.numpy() for name, column in fetched.columns.items()}
+    made = {name: column.cpu().numpy() for name, column in outputs.items()}
+    payloads = {
+        number: payloads_of(own.packets[number], others, fetched.headers[number])
+        for number, others in fetched.others.items()
+    }
+    found = []
+    for member, (reference, span) in enumerate(zip(References(own), bounds, strict=True)):
+        number = int(own.packet[member])
+        payload = payloads[number][int(own.position[member])]
+        columns = {name: pushed[name] for name in own.packets[number].columns if name in pushed}
+        payload = replace(payload, columns={**_slices(columns, *span), **payload.columns})
+        found.append(Delivered(reference, payload, _slices(made, *span), reference.staleness(k)))
+    return found
+
+
+def _slices(columns: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:
+    return {name: column[start:stop] for name, column in columns.items()}

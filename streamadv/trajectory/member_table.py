@@ -45,9 +45,9 @@ from .members import (
     join_named,
     join_steps,
     offsets,
+    references_of,
 )
 from .packet import MAX_PACKET_MEMBERS
-from .reference import references_of
 from .schema import MAX_GROUP_SIZE, MAX_REWARDS, MAX_ROWS, MAX_STEPS, Row
 
 MAX_ROW_TOKENS: Final = 1 << 27

@@ -19,10 +19,9 @@ from ..errors import WireError
 from ..messages import brief, first_problem, one_line
 from .columns import KNOWN_COLUMNS, LARGEST, Array
 from .fields import MAX_METADATA_DEPTH, MAX_SHORT_TEXT, MAX_VERSION, is_plain
-from .members import Members, offsets
+from .members import Members, Reference, offsets
 from .packet import StoredPacket
 from .packet_encoding import MAX_HEADER_BYTES, version_of
-from .reference import Reference
 from .schema import MAX_GROUP_SIZE, Column, Row, Step, Trajectory
 
 #: Version of the format of streams, payloads and manifest. Within a version releases only add fields.

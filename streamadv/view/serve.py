@@ -15,7 +15,7 @@ from typing import Final
 from aiohttp import web
 
 from ..errors import SettingError
-from ..store.credentials import secret_from
+from ..store.urls import secret_from
 from .app import Screens, make_app
 
 HOST: Final = "127.0.0.1"

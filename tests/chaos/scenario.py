@@ -29,8 +29,8 @@ from streamadv.run.dead_letters import list_dead, purge, requeue
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.trainer import loop
-from streamadv.trainer.heartbeat import Heartbeat
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.session import Heartbeat
 from tests.support import consumer_of, ended, make_overdue, trajectory, unscored
 
 from .checks import Identity

@@ -12,7 +12,7 @@ import yaml
 from streamadv.cli import make_parser
 from streamadv.run.manifest import RunSettings
 from streamadv.settings import Settings
-from streamadv.store.credentials import PREFIX
+from streamadv.store.urls import PREFIX
 
 from .rendered import CHART, EXAMPLES, ROOT, Manifest, environment_of, example, pod_of, render
 

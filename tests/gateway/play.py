@@ -19,8 +19,8 @@ from streamadv.grouping.groups_log import read_log
 from streamadv.run import open_run
 from streamadv.run.packets import fetch_columns
 from streamadv.store.connection import Connection
+from streamadv.trajectory.members import references_of
 from streamadv.trajectory.payload import parse_header
-from streamadv.trajectory.reference import references_of
 from tests.support import group_all, problems
 from tests.unit.integrations.fake_engine import FakeEngine
 

@@ -17,8 +17,7 @@ import redis
 import streamadv.store.embedded
 from streamadv.errors import ServerError, SettingError
 from streamadv.store import binary
-from streamadv.store.binary import find_server_binary, packaged_binaries
-from streamadv.store.embedded import EmbeddedServer, free_port
+from streamadv.store.embedded import EmbeddedServer, find_server_binary, free_port, packaged_binaries
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from ...trainer.microbatch import Batch, MicroBatch
-from ...trajectory.reference import Reference
+from ...trajectory.members import Reference
 
 #: An extra column with one number for each row: turns of the conversation, as verl counts them.
 NUM_TURNS: Final = "num_turns"

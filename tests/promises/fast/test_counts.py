@@ -21,8 +21,8 @@ from streamadv.store import scripts
 from streamadv.store.clients import Client
 from streamadv.store.connection import Connection
 from streamadv.store.exchange import Piece
-from streamadv.trainer.heartbeat import Heartbeat
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.session import Heartbeat
 from tests.support import (
     compute_all,
     group_all,

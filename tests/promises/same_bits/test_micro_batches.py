@@ -15,7 +15,7 @@ from torch import Tensor
 import streamadv as sa
 from streamadv.losses import AGGREGATIONS, Aggregation, aggregate, cispo, gspo, ppo_clip, reinforce
 from streamadv.store.connection import Connection
-from streamadv.trainer.columns import Columns
+from streamadv.trainer.microbatch import Columns
 from tests.support import delivered_batch, join, producing, trajectory
 
 #: Tokens of the rows of two groups of three: 45 in all, so 20 to a micro-batch make three.

@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.prompts.order import index_at, place_of
-from streamadv.prompts.spec import PromptSet
+from streamadv.prompts.spec import PromptSet, index_at, place_of
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,7 +16,7 @@ from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
 from streamadv.status.model import Trainer
 from streamadv.store.connection import Connection
-from streamadv.trainer import heartbeat
+from streamadv.trainer import session
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import consumer_of, group_all, join, next_batch, producing, push_groups
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("standing")
 
 @pytest.fixture(autouse=True)
 def _beats_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "LOOK_S", 0.001)
+    monkeypatch.setattr(session, "LOOK_S", 0.001)
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from streamadv.errors import SettingError
 from streamadv.settings import load_settings, shown_settings
 from streamadv.store import tls
 from streamadv.store.connection import Connection
-from streamadv.store.credentials import complete_url, environment_with, secret_from
-from streamadv.store.urls import hide_password
+from streamadv.store.urls import complete_url, environment_with, hide_password, secret_from
 
 CA = {"ssl_ca_certs": Path("/etc/my ca.pem")}
 

@@ -6,8 +6,8 @@ import pytest
 import redis.exceptions
 
 from streamadv.store.connection import Connection
-from streamadv.trainer.heartbeat import Heartbeat
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.trainer.session import Heartbeat
 from tests.support import join
 
 

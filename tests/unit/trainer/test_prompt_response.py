@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.store.connection import Connection
-from streamadv.trainer.microbatch import MicroBatch
-from streamadv.trainer.prompt_response import PromptResponse
+from streamadv.trainer.microbatch import MicroBatch, PromptResponse
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import delivered_batch, join, next_batch, producing, push_groups, trajectory
 

@@ -17,6 +17,7 @@ from pydantic_core import to_json
 from streamadv.errors import TrajectoryError, WireError
 from streamadv.trajectory.columns import EXTRA_DTYPES, HEADER, KNOWN_COLUMNS, Array
 from streamadv.trajectory.member_table import decode_table, members_problem
+from streamadv.trajectory.members import references_of
 from streamadv.trajectory.packet import (
     MAX_PACKET_BYTES,
     MAX_PACKET_MEMBERS,
@@ -31,7 +32,6 @@ from streamadv.trajectory.packet_encoding import (
     select_members,
 )
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
-from streamadv.trajectory.reference import references_of
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
 from tests.support import ended, packets_of, trajectory, unscored
 
