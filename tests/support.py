@@ -42,6 +42,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.checked import Checked
+from streamadv.trajectory.member_table import packets_problem
 from streamadv.trajectory.members import Members, Reference, members_of, references_of
 from streamadv.trajectory.packet import Packet
 from streamadv.trajectory.packet_encoding import encode_packets
@@ -104,6 +105,11 @@ def packets_of(trajectories: Sequence[Trajectory], limit: int = 1 << 22) -> list
 def members_in(trajectories: Sequence[Trajectory], sizes: Sequence[int]) -> Members:
     """Usable trajectories as members. sizes: payload bytes of each."""
     return members_of([Checked.of(item) for item in trajectories], sizes)
+
+
+def members_problem(members: Members, size: int) -> str | None:
+    """What is wrong with the members of one payload of `size` bytes."""
+    return packets_problem(members, [size], [len(members)])
 
 
 def push_groups(producer: Producer, count: int, size: int = 2, prefix: str = "g", **fields: Any) -> list[str]:

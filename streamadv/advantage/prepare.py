@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from .. import tracing
 from ..algorithms.chain import Chain, cut_chain
 from ..batch.exclusion import read_exclusions
-from ..batch.record import Death, find_record, read_records
-from ..batch.work import WorkItem, work_items
+from ..batch.record import Death, WorkItem, find_record, read_records, work_items
 from ..errors import BatchLostError, SettingError, WireError
 from ..grouping.groups_log import ENTRY_ID, LoggedGroup, Pointer, read_groups
 from ..messages import first_problem, log_fields

@@ -12,8 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from ..algorithms.chain_metrics import merge_metrics
 from ..algorithms.packed import Level
 from ..batch.commit import is_size
-from ..batch.record import Death
-from ..batch.work import WorkItem
+from ..batch.record import Death, WorkItem
 from ..errors import ArgumentError, WireError
 from ..grouping.layout import Layout, Piece, pieces
 from ..messages import brief, first_problem, one_line

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from ..advantage.compute import ComputedItem, compute
 from ..advantage.prepare import PreparedItem, worker_chain
 from ..algorithms.chain import cut_chain
-from ..batch.record import BatchRecord
-from ..batch.work import WorkItem, work_items
+from ..batch.record import BatchRecord, WorkItem, work_items
 from ..errors import StreamadvError, WireError
 from ..grouping.groups_log import LoggedGroup, parse_groups
 from ..messages import first_problem

@@ -20,8 +20,7 @@ from ..algorithms.rewards import RunningMoments
 from ..errors import ArgumentError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout
-from .record import BatchRecord, Running
-from .work import WorkItem
+from .record import BatchRecord, Running, WorkItem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,10 +24,9 @@ from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
 from .prompts import CARRIED, RunPrompts
-from .record import BatchRecord, NamingSettings, name_batch, read_records
+from .record import BatchRecord, NamingSettings, apply, name_batch, read_records
 from .selection import NamingRules, choose, explained, make_record
 from .session import Session
-from .work import apply
 
 
 class Candidates:

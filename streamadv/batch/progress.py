@@ -20,7 +20,7 @@ class NamedBatch:
     record: BatchRecord
     #: Groups that became dead letters since the batch was named, by id.
     dead: dict[str, Death] = field(default_factory=dict)
-    #: Whether `name_ahead` has seen to it that all its shards know it, see `work.apply`.
+    #: Whether `name_ahead` has seen to it that all its shards know it, see `record.apply`.
     is_applied: bool = False
     #: Groups by id, as they were read from the log, until the batch is trained.
     groups: dict[str, LoggedGroup] = field(default_factory=dict)
@@ -227,10 +227,6 @@ class Progress:
         """The weights of a version lie there."""
         if version >= weights_version(self.weights):
             self.weights = f"{version} {uri}"
-
-    def end(self) -> None:
-        """Iteration ends before batch `delivered`."""
-        self.ends += 1
 
     def train(self, record: BatchRecord) -> None:
         """The batch is in the weights."""

@@ -23,9 +23,8 @@ from .hold import take
 from .leader import Leader, server_text
 from .progress import NamedBatch, Progress, weights_version
 from .prompts import RunPrompts
-from .record import BatchRecord, NamingSettings, name_batch, read_records
+from .record import BatchRecord, NamingSettings, apply, name_batch, read_records
 from .selection import BATCH_ID
-from .work import apply
 
 #: Groups counted in one call of `set_trainer.lua`.
 TRAINED_SLICE: Final = 256

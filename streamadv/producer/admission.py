@@ -36,7 +36,6 @@ from .replies import (
     busy_error,
     check_group_reply,
     is_over_share,
-    one_group,
     refusal,
 )
 from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, Steps
@@ -103,7 +102,7 @@ class Admission:
         self._has_warned_unpaced = False
         self._has_said_sizes = False
         # Begins to undo, whose callers no longer wait: (nonce, group id).
-        self._unclaimed: set[tuple[str, str]] = set()
+        self.unclaimed: set[tuple[str, str]] = set()
         self.ahead: WeakSet[Ahead] = WeakSet()  # what iterators have begun and nobody has asked for yet
 
     def begin(self, request: GroupRequest, call: BeginCall, count: int = 1) -> Steps[list[Ticket]]:
@@ -251,7 +250,9 @@ class Admission:
         groups_elsewhere: int | None = None
         request = GroupCall(lambda: call(self._arguments(spec, budget, groups_elsewhere)))
         while True:
-            reply = one_group((yield request))
+            reply: Reply = yield request
+            if isinstance(reply[0], list):  # `push` answers for each group, the other scripts know one only
+                reply = reply[0]
             if reply[0] == b"layout":
                 yield from self._membership.confirm_layout()
                 continue
@@ -324,19 +325,14 @@ class Admission:
 
     def leave_unclaimed(self, call: BeginCall, group_id: str) -> None:
         """Note that nobody waits for the group that this call may have opened: `withdraw` undoes it."""
-        self._unclaimed.add((call.nonce, group_id))
-
-    @property
-    def unclaimed(self) -> int:
-        """How many groups a call may have opened that nobody waits for."""
-        return len(self._unclaimed)
+        self.unclaimed.add((call.nonce, group_id))
 
     def withdraw(self) -> Steps[None]:
         """Undo the opening of groups by calls whose callers no longer wait."""
-        for nonce, group_id in sorted(self._unclaimed):
+        for nonce, group_id in sorted(self.unclaimed):
             keys = self._membership.keys_of(group_id)
             yield script_call("withdraw", keys, [group_id, nonce], group=group_id)
-            self._unclaimed.discard((nonce, group_id))
+            self.unclaimed.discard((nonce, group_id))
 
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""

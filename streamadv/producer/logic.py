@@ -207,6 +207,6 @@ class ProducerLogic:
             self._resend.behind.total() + self._resend.missed
             if self._unheard is LOST_GROUPS_FIRST
             else self._resend.kept,
-            self.admission.unclaimed,
+            len(self.admission.unclaimed),
             extra=log_fields("left_unheard", run=self.membership.run, role="producer"),
         )

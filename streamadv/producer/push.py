@@ -20,7 +20,7 @@ from .checks import check_one_group, check_roles, check_score, check_seconds
 from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .extra_columns import ColumnsPush, GroupColumns, conform, kinds_of, read_columns
 from .membership import Membership
-from .replies import NO_ROOM, cancelled_slots, push_codes, unregistered
+from .replies import NO_ROOM, cancelled_slots, unregistered
 from .requests import Steps
 from .resend import ResendWindow
 from .sender import together
@@ -226,7 +226,7 @@ class Pushes:
         while waiting:
             call = partial(self._attempt, waiting, epoch)
             reply = yield from self._admission.call_group_script(spec, call, budget, waits=waits)
-            waiting = unregistered(waiting, push_codes(reply, waiting), codes)
+            waiting = unregistered(waiting, reply, codes)
         metrics.producer_pushed()
         if refused := [position for position, code in codes.items() if code == "range"]:
             index_of: dict[int, int] = {}

@@ -97,28 +97,19 @@ def busy_error(reason: Reason, run: str, timeout: float | None = None) -> Busy:
     return Busy(f"run {run}: not admitted{waited}: {reason.line(run)}", (reason.name, reason.text))
 
 
-def one_group(reply: Reply) -> Reply:
-    """The reply for the one group of a call: `push` answers for each group, the other scripts know one only."""
-    first = reply[0]
-    return first if isinstance(first, list) else reply
+def unregistered(packets: Sequence[Packet], reply: Reply, codes: dict[int, str]) -> list[Packet]:
+    """What has to be sent once more, given the reply `ok` of `push` to a group's packets.
 
-
-def push_codes(reply: Reply, packets: Sequence[Packet]) -> list[str]:
-    """What a reply `ok` of `push` says of each member of a group's packets, in the order of sending.
-
-    pushed, duplicate, surplus, late, range; again or lost: see `unregistered`.
+    The reply says of each member, in the order of sending: pushed (all, where it has no codes), duplicate, surplus,
+    late or range, which is added to `codes`, by position. Or `again`: the server refuses a packet whole if another
+    member is a duplicate, or part of its payload would belong to nobody; these members go without it. Or `lost`: the
+    payload ended before the script saw it, by its time to live.
     """
     if len(reply) == 1:
-        return ["pushed"] * sum([len(packet.indices) for packet in packets])
-    return [code.decode() for code in reply[1:]]
-
-
-def unregistered(packets: Sequence[Packet], replied: Sequence[str], codes: dict[int, str]) -> list[Packet]:
-    """What has to be sent once more, given the codes that came back. Adds all others to `codes`, by position.
-
-    `again`: the server refuses a packet whole if another member is a duplicate, or part of its payload would belong to
-    nobody; these members go without it. `lost`: the payload ended before the script saw it, by its time to live.
-    """
+        for packet in packets:
+            codes |= dict.fromkeys(packet.positions, "pushed")
+        return []
+    replied = [code.decode() for code in reply[1:]]
     if "again" not in replied and "lost" not in replied:
         codes |= zip(chain.from_iterable([packet.positions for packet in packets]), replied, strict=True)
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -159,16 +159,13 @@ def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:
             return False
         return int(match[5]) < first_alive.get(match[4].encode(), 0)
 
-    return sum(_give_back(run, prompts, is_lost) for prompts in read_sets(run))
-
-
-def _give_back(run: Run, prompts: PromptSet, is_lost: Callable[[str], bool]) -> int:
-    stored = read(run, prompts)
-    lost = [item for item, entry in stored.entries.items() if is_lost(entry)]
     given = 0
-    for start in range(0, len(lost), SLICE):
-        leases = stored.leases(lost[start : start + SLICE])
-        given += run_script(run.connection.scripts, give_back(run.keys.home, prompts.name, leases))
+    for prompts in read_sets(run):
+        stored = read(run, prompts)
+        lost = [item for item, entry in stored.entries.items() if is_lost(entry)]
+        for start in range(0, len(lost), SLICE):
+            leases = stored.leases(lost[start : start + SLICE])
+            given += run_script(run.connection.scripts, give_back(run.keys.home, prompts.name, leases))
     return given
 
 

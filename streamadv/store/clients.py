@@ -29,7 +29,6 @@ from .exchange import (
     Payloads,
     Piece,
     Pool,
-    exchange,
     pack_transaction,
     replies,
     texts,
@@ -195,7 +194,7 @@ class Client(redis.Redis):
             while True:
                 attempts -= 1
                 try:
-                    result = result_of(exchange(connection, pieces, count))
+                    result = result_of(list(replies(connection, pieces, count)))
                     if isinstance(result, Exception):
                         raise result
                     return result

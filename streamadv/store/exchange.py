@@ -88,13 +88,11 @@ def _is_dirty(connection: Any) -> bool:
         return True
 
 
-def exchange(connection: Any, pieces: Sequence[Piece], count: int) -> list[Any]:
-    """Send commands and read so many replies, refusals among them. Raises redis' ConnectionError or TimeoutError."""
-    return list(replies(connection, pieces, count))
-
-
 def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[Any]:
-    """`exchange`, giving each reply as soon as it has come. Who does not take all of them closes the iterator."""
+    """Send commands and give so many replies, refusals among them, each as soon as it has come.
+
+    Who does not take all of them closes the iterator. Raises redis' ConnectionError or TimeoutError.
+    """
     try:
         connection.send_packed_command(gathered(pieces), check_health=False)
         for _ in range(count):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar, Final
@@ -76,6 +76,15 @@ class _Single:
         return f"{{{shard.tag}}}:{self._name}"
 
 
+def _many(kind: str) -> Callable[[ShardKeys, str], str]:
+    """A method that gives the shard's key of this kind with a name."""
+
+    def key(self: ShardKeys, name: str) -> str:
+        return f"{{{self.tag}}}:{kind}:{name}"
+
+    return key
+
+
 @dataclass(frozen=True, slots=True)
 class ShardKeys:
     """Keys of one shard. Attributes are keys, methods take the id of what they name."""
@@ -119,36 +128,19 @@ class ShardKeys:
     producers = _Single()  # producer -> heartbeat
     prompts = _Single()  # name of a set of prompts -> what it is
 
-    def group(self, group_id: str) -> str:
-        return f"{{{self.tag}}}:group:{group_id}"
+    # Those of which there are many
+    group = _many("group")  # by id
+    payload = _many("payload")  # by nonce, as an output
+    scoring = _many("scoring")  # by scorer
+    output = _many("output")
+    dead_group = _many("dead")  # by id
 
-    def payload(self, nonce: str) -> str:
-        return f"{{{self.tag}}}:payload:{nonce}"
-
-    def scoring(self, scorer: str) -> str:
-        return f"{{{self.tag}}}:scoring:{scorer}"
-
-    def output(self, nonce: str) -> str:
-        return f"{{{self.tag}}}:output:{nonce}"
-
-    def dead_group(self, group_id: str) -> str:
-        return f"{{{self.tag}}}:dead:{group_id}"
-
-    # Of a set of prompts, in the home shard
-    def prompt_state(self, name: str) -> str:
-        return f"{{{self.tag}}}:prompt_state:{name}"
-
-    def prompt_entries(self, name: str) -> str:
-        return f"{{{self.tag}}}:prompt_entries:{name}"
-
-    def prompt_again(self, name: str) -> str:
-        return f"{{{self.tag}}}:prompt_again:{name}"
-
-    def prompt_given_up(self, name: str) -> str:
-        return f"{{{self.tag}}}:prompt_given_up:{name}"
-
-    def prompt_solved(self, name: str) -> str:
-        return f"{{{self.tag}}}:prompt_solved:{name}"
+    # Of a set of prompts, by its name; in the home shard
+    prompt_state = _many("prompt_state")
+    prompt_entries = _many("prompt_entries")
+    prompt_again = _many("prompt_again")
+    prompt_given_up = _many("prompt_given_up")
+    prompt_solved = _many("prompt_solved")
 
 
 _shard_keys: Final = lru_cache(1024)(ShardKeys)

@@ -15,9 +15,8 @@ from ..batch.commit import stored_result
 from ..batch.exclusion import leave_out
 from ..batch.follower import Follower
 from ..batch.leader import Leader
-from ..batch.record import BatchRecord, Death
+from ..batch.record import BatchRecord, Death, WorkItem, work_items
 from ..batch.selection import BATCH_ID
-from ..batch.work import WorkItem, work_items
 from ..errors import BatchLostError, UndecodableGroupError, WireError
 from ..grouping.groups_log import Pointer, read_groups
 from ..grouping.layout import Layout

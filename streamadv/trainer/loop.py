@@ -24,7 +24,7 @@ from ..messages import log_fields
 from ..status.causes import why_nothing_was_kept
 from ..status.watchdog import Limits, Watchdog, why_no_batch
 from ..store.reasons import Reason
-from ..store.retry import RETRYABLE, Outage, T, patiently
+from ..store.retry import RETRYABLE, Outage, T
 from ..store.waiting import Blocked, Wait
 from .collect import STAGE, Collector
 from .late_columns import LateColumn
@@ -85,7 +85,7 @@ class Loop:
                     return None
                 self._wait_for_news(collector, patience, max_groups)
             except NotHeldError as error:
-                if patience.is_over:
+                if patience.batch.expired:
                     who = f"run {self._sessions.run_name}, rank {self._sessions.rank.number}"
                     raise NoBatchError(f"no batch within {timeout:g} s ({who}): {error}") from None
                 patience.wait_for_hold(error)
@@ -97,17 +97,18 @@ class Loop:
     def patiently(self, call: Callable[[], T]) -> T:
         """`call()`, repeated until the server answers and rank 0 has the run."""
         patience = _Patience(self._sessions.run_name, None, self.pause)
-
-        def called() -> T:
+        try:
             while True:
                 try:
                     with self.lock:
-                        return call()
+                        result = call()
                 except NotHeldError as error:
                     patience.wait_for_hold(error)
-
-        try:
-            return patiently(called, STAGE, self._sessions.run_name, sleep=self.pause)
+                except RETRYABLE as error:
+                    patience.outage.pause_after(error)
+                else:
+                    patience.held()
+                    return result
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
 
@@ -146,7 +147,7 @@ class Loop:
         is_new = leader is not None and leader.name_ahead(False, max_groups)
         ended = session.find(self._next) is None and session.has_all(self._next)
         if (ended and leader is not None and leader.name_ahead(True, max_groups)) or is_new:
-            patience.progress()
+            patience.batch.progress()
         batch = self._collect(collector)
         is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(self._next) is None
         # Asked once more: naming may have dropped groups of prompts, which are to be played again.
@@ -156,7 +157,7 @@ class Loop:
             lost = why_nothing_was_kept(session.run) if begins else None
             if leader is not None:
                 leader.publish_end(self._progress.ends + 1)
-            self._progress.end()
+            self._progress.ends += 1
             if not self._progress.has_delivered:
                 self._end_without_batch(lost)
             return None, None
@@ -277,14 +278,14 @@ class Loop:
         self._sessions.news.clear()
         unmarked = session.waits_for_marks(self._next) if isinstance(session, Leader) else None
         if unmarked:
-            patience.wait_for_batch(unmarked)
+            patience.batch.because(unmarked)
         elif isinstance(session, Follower):
-            patience.wait_for_batch(session.waits_for(self._next))
+            patience.batch.because(session.waits_for(self._next))
         elif (
             timeout != 0 and self._watchdog is not None
         ):  # at least once in a call, however slow this machine is
             self._watchdog.look()
-        if patience.is_over:
+        if patience.batch.expired:
             why = unmarked.line(run) if unmarked else why_no_batch(session.run, self._limits)
             raise NoBatchError(f"no new group for {timeout:g} s (run {run}, batch {self._next}): {why}")
         block_ms = BLOCK_MS if timeout is None else round(min(BLOCK_MS, timeout * 500)) or 1
@@ -309,18 +310,9 @@ class _Patience:
     def __init__(self, run: str, timeout: float | None, pause: Callable[[float], object]) -> None:
         self.timeout = timeout
         self.outage = Outage(STAGE, run, sleep=pause)
-        self._batch = Wait(Blocked(STAGE, "waiting for a batch", run), timeout=timeout)
+        self.batch = Wait(Blocked(STAGE, "waiting for a batch", run), timeout=timeout)
         self._hold = Wait(Blocked(STAGE, "waiting for rank 0", run), cap=HOLD_CAP_S, sleep=pause)
         self._counts: list[int] = []
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `timeout` seconds have passed since the last progress."""
-        return self._batch.expired
-
-    def progress(self) -> None:
-        """Start the timeout anew."""
-        self._batch.progress()
 
     def look(self, session: Leader | Follower) -> None:
         """Take groups that came since the last look as progress, also those that rank 0 has dropped already."""
@@ -331,12 +323,8 @@ class _Patience:
             pipe.xlen(keys.groups)
         counts = [*pipe.execute(), len(session.dropped)]
         if any(now > before for now, before in zip(counts, self._counts, strict=False)):
-            self.progress()
+            self.batch.progress()
         self._counts = counts
-
-    def wait_for_batch(self, reason: Reason) -> None:
-        """Say after a while why there is no batch. Does not pause."""
-        self._batch.because(reason)
 
     def wait_for_hold(self, error: NotHeldError) -> None:
         """Pause until rank 0 may have taken the run, and say after a while why it has not."""

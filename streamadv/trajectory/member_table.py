@@ -253,13 +253,8 @@ def is_stored_column(name: str) -> bool:
     return name in KNOWN_COLUMNS or (COLUMN_NAME.fullmatch(name) is not None and name not in Row.model_fields)
 
 
-def members_problem(members: Members, size: int) -> str | None:
-    """Why these are not the members of a payload of `size` bytes, or None. Readers allocate memory by their numbers."""
-    return packets_problem(members, [size], [len(members)])
-
-
 def packets_problem(members: Members, sizes: Sequence[int], counts: Sequence[int]) -> str | None:
-    """`members_problem` of many packets together.
+    """Why these are not the members of packets, or None. Readers allocate memory by their numbers.
 
     members: of all packets, end to end. sizes, counts: payload bytes and members of each, one member at least.
     """

@@ -19,7 +19,6 @@ from streamadv.status import read_status
 from streamadv.status.audit import audit
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.member_table import members_problem
 from streamadv.trajectory.members import HAS_REWARD
 from tests.support import (
     compute_all,
@@ -27,6 +26,7 @@ from tests.support import (
     join,
     logged,
     make_overdue,
+    members_problem,
     producing,
     push_groups,
     trajectory,

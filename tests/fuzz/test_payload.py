@@ -17,12 +17,13 @@ from pydantic_core import from_json
 
 from streamadv.errors import WireError
 from streamadv.trajectory.columns import HEADER, KNOWN_COLUMNS
-from streamadv.trajectory.member_table import decode_table, list_table, members_problem
+from streamadv.trajectory.member_table import decode_table, list_table
 from streamadv.trajectory.members import references_of
 from streamadv.trajectory.packet import StoredPacket, check_column, decode_column
 from streamadv.trajectory.packet_encoding import MAX_HEADER_BYTES
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
 from streamadv.trajectory.schema import Trajectory
+from tests.support import members_problem
 
 from .examples import payloads
 from .mutations import as_json, cases, chance_of, damaged_bytes, damaged_value, one_line_error, pick

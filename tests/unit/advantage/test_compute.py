@@ -21,8 +21,7 @@ from streamadv.algorithms import (
     registry,
     run_chain,
 )
-from streamadv.batch.record import Death
-from streamadv.batch.work import WorkItem
+from streamadv.batch.record import Death, WorkItem
 from streamadv.errors import EstimatorError, TrajectoryError
 from streamadv.grouping.groups_log import Pointer
 from streamadv.run.consumer import Entry

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamadv.advantage.results import BatchResults, Result, counts_of, misfit, parse_result
-from streamadv.batch.work import WorkItem
+from streamadv.batch.record import WorkItem
 from streamadv.grouping.groups_log import LoggedGroup, Pointer
 from streamadv.grouping.layout import Layout, place
 from streamadv.store.keys import ShardKeys

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from streamadv.algorithms import build_chain
 from streamadv.batch import commit as batch_commit
-from streamadv.batch import exclusion, recovery, selection, work
+from streamadv.batch import exclusion, recovery, selection
 from streamadv.batch import leader as batch_leader
 from streamadv.batch import record as batch_record
 from streamadv.batch.leader import Candidates
-from streamadv.batch.record import BatchRecord, Death
+from streamadv.batch.record import ITEM_BYTES, ITEM_TRAJECTORIES, BatchRecord, Death, apply, work_items
 from streamadv.batch.selection import NamingRules
-from streamadv.batch.work import ITEM_BYTES, ITEM_TRAJECTORIES, apply, work_items
 from streamadv.errors import BatchLostError, EpochFencedError
 from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_entries, read_groups, read_log, sums_of
 from streamadv.run import Run
@@ -326,7 +325,7 @@ def test_a_shard_may_learn_of_a_batch_in_parts(
         recovery.undo_unknown(run, [], FENCE)
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (0, 16)
         assert problems(run) == []
-    monkeypatch.setattr(work, "APPLY_SLICE", 2)
+    monkeypatch.setattr(batch_record, "APPLY_SLICE", 2)
     for _ in range(2):
         apply(run, record, FENCE)
         assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (12, 4)

@@ -12,8 +12,7 @@ import torch
 
 from streamadv.batch.commit import read_results
 from streamadv.batch.progress import NamedBatch
-from streamadv.batch.record import read_records
-from streamadv.batch.work import work_items
+from streamadv.batch.record import read_records, work_items
 from streamadv.errors import NoBatchError
 from streamadv.run import Run, Shard
 from streamadv.run.malformed import list_malformed

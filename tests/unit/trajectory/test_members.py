@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import WireError
-from streamadv.trajectory.member_table import decode_table, encode_table, members_problem
+from streamadv.trajectory.member_table import decode_table, encode_table
 from streamadv.trajectory.members import HAS_VERSION, MEMBER, NO_STATE, Members
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
-from tests.support import members_in
+from tests.support import members_in, members_problem
 
 COLUMNS = ("input_ids", "response_mask")
 

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from streamadv.errors import TrajectoryError, WireError
 from streamadv.trajectory.columns import EXTRA_DTYPES, HEADER, KNOWN_COLUMNS, Array
-from streamadv.trajectory.member_table import decode_table, members_problem
+from streamadv.trajectory.member_table import decode_table
 from streamadv.trajectory.members import references_of
 from streamadv.trajectory.packet import (
     MAX_PACKET_BYTES,
@@ -33,7 +33,7 @@ from streamadv.trajectory.packet_encoding import (
 )
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
-from tests.support import ended, packets_of, trajectory, unscored
+from tests.support import ended, members_problem, packets_of, trajectory, unscored
 
 FLOAT_COLUMNS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]
 LIMIT = 1 << 22
