@@ -136,7 +136,7 @@ class Leader(Session):
         self._candidates = Candidates(run, named)
         #: Last entry of each shard's groups log that was read.
         self.cursors = self._candidates.cursors
-        self._prompts = RunPrompts(run)
+        self.prompts = RunPrompts(run)
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and says there what the session has written.
@@ -226,7 +226,7 @@ class Leader(Session):
         for start in range(0, len(unfit), CARRIED):
             part = unfit[start : start + CARRIED]
             drop(self.run, part, self.fence, k, rules.drop_after, self.progress.uncommitted)
-            self._prompts.note_ended(len(part))
+            self.prompts.note_ended(len(part))
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
@@ -322,18 +322,18 @@ class Leader(Session):
             batch, since = self.batches[k], tracing.now()
             results = batch.results or ()
             stored = (batch.commit_arguments, results, batch.figures)
-            commit(self.run, batch.record, self.fence, *stored, self._prompts.note_ended)
+            commit(self.run, batch.record, self.fence, *stored, self.prompts.note_ended)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
             if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):
-                self._prompts.carry()
+                self.prompts.carry()
 
     # The end of a run
 
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
-        return self.has_all(k) and not self._prompts.will_begin(self._attendance)
+        return self.has_all(k) and not self.prompts.will_begin(self._attendance)
 
     def has_all(self, k: int) -> bool:
         """Whether no more groups for batch k can come, before another one was trained."""
@@ -341,13 +341,13 @@ class Leader(Session):
             return False
         if not is_over(self.run, self._attendance):
             return False
-        self._prompts.look()  # before anybody is asked for the last time whether more can come
-        if self._prompts.have_begun and not is_over(self.run, self._attendance):
+        self.prompts.look()  # before anybody is asked for the last time whether more can come
+        if self.prompts.have_begun and not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.
         if clock.now() < self._may_end_from or not self.has_same_servers():
             return False
-        return not (self._prompts.have_begun and self._prompts_are_left())
+        return not (self.prompts.have_begun and self._prompts_are_left())
 
     def _prompts_are_left(self) -> bool:
         """Whether prompts are to be played again, and by somebody. Called once no group is open."""
@@ -355,10 +355,7 @@ class Leader(Session):
         named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
         waiting = [group.group_id for group in self._candidates]
         known = set(map(identity, [*named, *waiting, *self.progress.groups]))
-        return self._prompts.are_left(known, self.progress, self._attendance)
-
-    def save_prompts(self) -> None:
-        self._prompts.save(self.progress)
+        return self.prompts.are_left(known, self.progress, self._attendance)
 
     def finish(self) -> None:
         """Tell the producers that the trainer ends the run."""

@@ -105,7 +105,7 @@ class Slots:
 
     def end_after_error(self, index: int, error: BaseException) -> Steps[PushResult]:
         """End the slot of a rollout that an exception has left."""
-        return self.end([index], _kind_of(error), describe(error))
+        return self.end([index], "failed" if isinstance(error, Exception) else CANCELLED, describe(error))
 
     def cancel_unfinished(self) -> Steps[PushResult]:
         """Cancel every unfinished slot, also those that are being played."""
@@ -176,8 +176,3 @@ class Slots:
         if outcome.error is None:
             return (yield from self.end([index], "failed", NOT_PUSHED))
         return (yield from self.end_after_error(index, outcome.error))
-
-
-def _kind_of(error: BaseException) -> str:
-    """How a rollout ends that this exception leaves."""
-    return "failed" if isinstance(error, Exception) else CANCELLED

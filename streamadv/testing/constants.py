@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from ..advantage import worker
 from ..archive import follow
-from ..batch import commit, exclusion, recovery, work
+from ..batch import commit, exclusion, record, recovery
 from ..grouping import grouper, housekeeping
 from ..prompts import steps
 from ..run import consumer
 from ..status import watchdog
-from ..trainer import heartbeat, loop
+from ..trainer import loop, session
 
 #: A module, a name in it, and its value.
 Change = tuple[Any, str, Any]
@@ -26,7 +26,7 @@ POLLS: Final = (
     (worker, "POLL_S", 10.0),
     (loop, "BLOCK_MS", 6000),
     (watchdog, "LOOK_S", 30.0),
-    (heartbeat, "LOOK_S", 4.0),
+    (session, "LOOK_S", 4.0),
     (follow, "POLL_S", 5.0),
     (steps, "LEFT_PER_LEASE", 3),  # so that a few prompts are leased together
 )
@@ -41,8 +41,8 @@ PARTS: Final = (
     (commit, "COMMIT_SLICE", 1),
     (exclusion, "DROP_SLICE", 1),
     (recovery, "TRAINED_SLICE", 1),
-    (work, "APPLY_SLICE", 1),
-    (work, "ITEM_TRAJECTORIES", 2),
+    (record, "APPLY_SLICE", 1),
+    (record, "ITEM_TRAJECTORIES", 2),
     (follow, "PAGE", 1),
     (steps, "PAGE", 2),
 )

@@ -7,8 +7,8 @@ In reading order:
   reports, and its heartbeat.
 - `collect.py`: one rank's work for one batch. `plan.py` shares rows among ranks and micro-batches; `fetch.py` reads
   packets, also ahead; `delivery.py` takes the five steps from computed to delivered, with
-  `late_columns.py` and `cut.py`.
-- `microbatch.py`: what the loop receives, single trajectories on request. `report.py`: the metrics of a batch.
+  `late_columns.py`.
+- `microbatch.py`: cuts what the loop receives, single trajectories on request. `report.py`: the metrics of a batch.
 - `checkpoints.py`: saves what the loop has learned; `together.py` does it on all ranks.
 """
 

@@ -18,7 +18,7 @@ from ..batch.leader import Leader
 from ..batch.record import BatchRecord, Death, WorkItem, work_items
 from ..batch.selection import BATCH_ID
 from ..errors import BatchLostError, UndecodableGroupError, WireError
-from ..grouping.groups_log import Pointer, read_groups
+from ..grouping.groups_log import read_groups
 from ..grouping.layout import Layout
 from ..messages import brief, log_fields
 from ..run import Shard
@@ -76,7 +76,9 @@ class Collector:
         try:
             batch = deliver(session.run, computed, self._rank, self._late, fetched, session.fence)
         except UndecodableGroupError as error:
-            read_groups(session.run, _pointers(record, error))  # BatchLostError: they are gone, not broken
+            unreadable = {group_id for group_id, _ in error.problems}
+            pointers = [pointer for pointer in record.groups if pointer.group_id in unreadable]
+            read_groups(session.run, pointers)  # BatchLostError: they are gone, not broken
             raise
         figures = {**batch_figures(batch), **session.dropped.figures(), **batch.metrics}
         batch.metrics.clear()
@@ -213,8 +215,3 @@ def _first_misfit(
         if problem is not None:
             return result, problem
     return None
-
-
-def _pointers(record: BatchRecord, error: UndecodableGroupError) -> list[Pointer]:
-    group_ids = {group_id for group_id, _ in error.problems}
-    return [pointer for pointer in record.groups if pointer.group_id in group_ids]

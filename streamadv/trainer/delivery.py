@@ -25,10 +25,9 @@ from ..trajectory.columns import OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets, spans
 from ..trajectory.payload import payloads_of
 from ..trajectory.schema import TOKEN_COLUMNS
-from .cut import RowExtras, cut
 from .fetch import FetchedShare, Problems, fetch, fetch_outputs
 from .late_columns import LateColumn, keep_late, make_late_columns
-from .microbatch import Batch, Delivered, References, as_indices
+from .microbatch import Batch, Delivered, References, RowExtras, as_indices, cut
 from .plan import Rank, Share, share_of
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by

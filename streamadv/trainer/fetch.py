@@ -87,7 +87,8 @@ class FetchedShare:
             self.columns[name] = column.zero_() if name in self.optional else column
         #: Where the columns' bytes go, and bytes of a token.
         self._places = {
-            name: (_bytes_of(column), self._widths[name]) for name, column in self.columns.items()
+            name: (column.numpy().reshape(-1).view(np.uint8).data, self._widths[name])
+            for name, column in self.columns.items()
         }
         self._is_right = False  # all values were checked
 
@@ -109,7 +110,8 @@ class FetchedShare:
         read = set[int]()
         packets = [self.share.own.packets[number] for number in due]
         problems: Problems = {}
-        fields = {packet.columns: _fields(packet.columns) for packet in packets}
+        names = {packet.columns for packet in packets}
+        fields = {columns: [HEADER, *(name.encode() for name in columns)] for columns in names}
         replies = fetch_replies(
             run,
             [packet.key for packet in packets],
@@ -349,14 +351,6 @@ def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
 
 def _names_of(group: LoggedGroup) -> tuple[str, ...]:
     return group.columns.names if group.columns is not None else ()
-
-
-def _bytes_of(column: Tensor) -> memoryview:
-    return column.numpy().reshape(-1).view(np.uint8).data
-
-
-def _fields(names: Sequence[str]) -> list[bytes]:
-    return [HEADER, *(name.encode() for name in names)]
 
 
 def _disagreeing(members: Members, mask: Tensor, disagree: np.ufunc) -> list[int]:

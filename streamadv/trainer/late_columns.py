@@ -22,8 +22,7 @@ from ..store.retry import RETRYABLE
 from ..trajectory.columns import COLUMN_NAME, OUTPUT_COLUMNS
 from ..trajectory.members import Positions, offsets
 from ..trajectory.names import TAKEN_NAMES
-from .cut import RowExtras, cut, token_spans
-from .microbatch import MicroBatch, with_other_columns
+from .microbatch import MicroBatch, RowExtras, cut, token_spans, with_other_columns
 from .plan import Share
 
 #: A supplier: gets a micro-batch and returns one number per token, [N] of any real dtype, on any device.

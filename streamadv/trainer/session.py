@@ -257,7 +257,7 @@ class Sessions:
         """Rank 0 notes in the progress what the run has of its prompts, for the next checkpoint."""
         session = self.current()
         if isinstance(session, Leader):
-            session.save_prompts()
+            session.prompts.save(self.progress)
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """As `TrainerQueue.commit`, once."""
