@@ -59,7 +59,8 @@ def check_weights(uri: str | None) -> None:
 
 def check_wait(timeout: object, max_groups: object) -> None:
     """Raise SettingError for other arguments of `next_batch` than seconds and a number of groups, or None."""
-    if timeout is not None and not is_seconds(timeout):
+    is_time = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout >= 0
+    if timeout is not None and not is_time:
         raise SettingError(f"timeout is {brief(timeout)}, needs seconds, 0 or more, or None")
     if max_groups is not None and not is_whole(max_groups, 1):
         raise SettingError(f"max_groups is {brief(max_groups)}, needs a whole number, 1 or more, or None")
@@ -81,11 +82,6 @@ def check_folder(folder: object) -> None:
     """Raise SettingError for what is no path."""
     if not isinstance(folder, str | os.PathLike):
         raise SettingError(f"folder is {brief(folder)}, needs a path")
-
-
-def is_seconds(number: object) -> bool:
-    """Whether it is a time, infinity among them."""
-    return isinstance(number, int | float) and not isinstance(number, bool) and number >= 0
 
 
 def is_whole(number: object, least: int = 0) -> bool:
