@@ -32,7 +32,7 @@ P = ParamSpec("P")
 def awaited(
     method: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """A method that carries steps out, for a class that is used by asyncio code."""
+    """A method that returns what `_drive` does, for a class whose `_drive` is to be awaited."""
 
     @wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

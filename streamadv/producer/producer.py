@@ -220,7 +220,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
 
     def finish(self) -> None:
         """This producer begins no more groups. When all have finished the run ends; a later push reopens it."""
-        self._drive(self._logic.finish())
+        return self._drive(self._logic.finish())
 
     def _live(self) -> None:
         """Send heartbeats until the producer is closed, then leave. `close` may have given up waiting for that."""
