@@ -345,6 +345,12 @@ class AsyncConnection(_BaseConnection):
                 for closable in (client, *sentinels_of(client)):
                     await closable.aclose()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     def _client(self, role: str, retries: int) -> redis.asyncio.Redis:
         if self._target is None:
             return self._clients["any"]  # type: ignore[no-any-return]
