@@ -110,8 +110,14 @@ def test_three_processes_are_killed_at_40_percent_and_started_again(
     conduct: Callable[..., Progress], tmp_path: Path
 ) -> None:
     view = Listener()
-    waits = once(tmp_path / "first", "signal.pause()")
-    progress = conduct(view, kill=True, rollouts_0=waits)
+    first = tmp_path / "first"
+    waits = once(first, "signal.pause()")
+    # Killed before that it would wait again.
+    trains = (
+        f"import os, time\nwhile not os.path.exists({str(first)!r}): time.sleep(0.01)\n"
+        + STAND_INS["trainer"]
+    )
+    progress = conduct(view, kill=True, rollouts_0=waits, trainer=trains)
     assert [kill.process for kill in progress.kills] == ["rollouts-0", "advantage-0", "grouper"]
     assert {kill.version for kill in progress.kills} == {4}
     starts = " ".join(text for text in view.said if text.startswith("started "))
