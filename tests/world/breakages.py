@@ -251,7 +251,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         f"{LUA}/group/scored.lua", "    if entry then\n", "    if true then\n"
     ),
     "a scorer passes on what had the id before": Mutant(
-        f"{LUA}/group/scored.lua", "if not entry or string.find(table.concat(entry[2], ' '), ARGV[at + 2], 1, true) then", "if true then"
+        f"{LUA}/group/scored.lua", "if not entry or has_payload(entry[2], ARGV[at + 2]) then", "if true then"
     ),
     "an unscorable member stays among the open ones": Mutant(
         f"{LUA}/group/apply_scores.lua", "  count('open', -1)\n", ""

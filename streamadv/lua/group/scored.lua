@@ -11,9 +11,16 @@
 local PACKET_ARGS = 7
 local passed, members, ended = 0, 0, nil
 
+local function has_payload(fields, payload)
+  for i = 1, #fields, 2 do
+    if fields[i] == 'payload' then return fields[i + 1] == payload end
+  end
+  return false
+end
+
 for at = 3, #ARGV, PACKET_ARGS do
   local entry = redis.call('XRANGE', keys.stream, ARGV[at], ARGV[at])[1]
-  if not entry or string.find(table.concat(entry[2], ' '), ARGV[at + 2], 1, true) then
+  if not entry or has_payload(entry[2], ARGV[at + 2]) then
     if entry then
       local id = redis.pcall('XADD', keys.target, '*', 'group_id', ARGV[at + 1], 'payload', ARGV[at + 2],
         'bytes', ARGV[at + 3], 'epoch', ARGV[at + 4], 'members', ARGV[at + 5], 'table', ARGV[at + 6])
