@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,15 +22,23 @@ def play(group: Any) -> None:
         rollout.push(**record(rollout))
 
 
-def test_a_set_that_is_played_later_is_played_to_its_end(redis_url: str, run: str) -> None:
-    """One loop waits for the end of its prompts, while another one of the same producer has some left."""
-    trained: list[str] = []
+def trainer_that_ends(
+    url: str, run: str, trained: list[str]
+) -> tuple[Callable[[threading.Event], None], threading.Event]:
+    """A trainer, and whether its loop has ended."""
     has_ended = threading.Event()
 
     def train(stop: threading.Event) -> None:
-        trainer(redis_url, run, trained)(stop)
+        trainer(url, run, trained)(stop)
         has_ended.set()
 
+    return train, has_ended
+
+
+def test_a_set_that_is_played_later_is_played_to_its_end(redis_url: str, run: str) -> None:
+    """One loop waits for the end of its prompts, while another one of the same producer has some left."""
+    trained: list[str] = []
+    train, has_ended = trainer_that_ends(redis_url, run, trained)
     with sa.Producer(redis_url, run) as producer, working(join(redis_url, run), train):
         few = producer.prompts(sa.Prompts(["one", "two"], name="few"), SIZE)
         more = producer.prompts(sa.Prompts(range(6), name="more"), SIZE)
@@ -73,12 +82,7 @@ def test_a_set_that_was_left_does_not_hold_up_another_one(redis_url: str, run: s
 def test_a_loop_that_was_left_ends_with_its_producer(redis_url: str, run: str) -> None:
     """Whoever leaves a loop and finishes wants no more, though prompts are left and the producer lives on."""
     trained: list[str] = []
-    has_ended = threading.Event()
-
-    def train(stop: threading.Event) -> None:
-        trainer(redis_url, run, trained)(stop)
-        has_ended.set()
-
+    train, has_ended = trainer_that_ends(redis_url, run, trained)
     with sa.Producer(redis_url, run) as producer, working(join(redis_url, run), train):
         loop = producer.prompts(sa.Prompts(range(9)), SIZE)  # which lives on, too
         play(next(loop)[1])
