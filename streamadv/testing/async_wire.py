@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import redis.asyncio.connection
 
 from .server import encode
 from .strands import Scheduler
 from .waits import Event
-from .wire import TRIP_S, Commands, Link, Network, block_of, open_link
+from .wire import TRIP_S, Commands, Link, block_of, open_link
+
+if TYPE_CHECKING:
+    from .world import World
 
 #: Waits that one coroutine may have while it ends.
 CLOSES: Final = 20
@@ -35,23 +38,11 @@ class Transport(asyncio.Transport):
     def set_protocol(self, protocol: Any) -> None:
         self._protocol = protocol
 
-    def get_protocol(self) -> Any:
-        return self._protocol
-
     def is_closing(self) -> bool:
         return self._is_closing
 
     def get_write_buffer_size(self) -> int:
         return 0
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
 
     def write(self, data: Any) -> None:
         network = self._link.network
@@ -165,7 +156,7 @@ class Transport(asyncio.Transport):
 class AsyncConnection(redis.asyncio.connection.Connection):
     """redis-py's for asyncio, without a greeting."""
 
-    network: ClassVar[Network]
+    network: ClassVar[World]
 
     async def _connect(self) -> None:
         loop: Any = asyncio.get_running_loop()

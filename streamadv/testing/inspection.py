@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
-
-import hiredis
 
 from .. import doors
 from ..run import find_run
@@ -15,19 +14,22 @@ from ..status import problems_of, read_shards
 from ..status.audit import audit
 from ..store.connection import Connection
 from ..store.keys import manifest_key
-from .server import Server, Session, encode
-from .wire import URL
+from .server import Server
+from .strands import Process
+from .wire import URL, Link, Socket
 from .wire import Connection as WorldConnection
+from .world import World
 
 #: Keys of the shard that a run of a world has.
 SHARD: Final = b"{r:0:0}:"
 
 
-def problems(server: Server, run: str) -> Iterator[str]:
+def problems(world: World, run: str) -> Iterator[str]:
     """What does not add up. Nothing while the server does not answer, or the run is not there yet."""
+    server = world.server
     if not server.is_up or server.refusal or manifest_key(run).encode() not in server.store.data:
         return
-    with _at_once(server) as connection:
+    with _at_once(world) as connection:
         joined = find_run(connection, run)
         for shard in read_shards(joined):
             yield from problems_of(shard)
@@ -60,13 +62,13 @@ def _is_complete(group: Mapping[bytes, bytes]) -> bool:
 
 
 @contextmanager
-def _at_once(server: Server) -> Iterator[Connection]:
+def _at_once(world: World) -> Iterator[Connection]:
     """A connection whose requests take no time."""
 
     class Here(WorldConnection):
         def connect(self) -> None:
             if self._sock is None:
-                self._sock = _Socket(server)
+                self._sock = _Socket(Link(world, Process(world, "inspection")), math.inf)
                 self._parser.on_connect(self)
 
     before = doors.client_options["connection_class"]
@@ -77,42 +79,9 @@ def _at_once(server: Server) -> Iterator[Connection]:
         doors.client_options["connection_class"] = before
 
 
-class _Socket:
-    """What production code does with a socket."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._session = Session(server.generation)
-        self._requests = hiredis.Reader()
-        self._replies = b""
-
-    def sendmsg(self, pieces: Sequence[Any]) -> int:
-        data = b"".join(pieces)
-        self.sendall(data)
-        return len(data)
+class _Socket(Socket):
+    """Its requests take no time."""
 
     def sendall(self, data: Any) -> None:
-        self._requests.feed(bytes(data))
-        replies: list[bytes] = []
-        while (command := self._requests.gets()) is not False:
-            encode(self._server.execute(self._session, command), replies)
-        self._replies += b"".join(replies)
-
-    def recv_into(self, place: Any, size: int = 0) -> int:
-        view = memoryview(place).cast("B")
-        data, self._replies = self._replies[: len(view)], self._replies[len(view) :]
-        view[: len(data)] = data
-        return len(data)
-
-    def recv(self, size: int) -> bytes:
-        data, self._replies = self._replies[:size], self._replies[size:]
-        return data
-
-    def has_news(self) -> bool:
-        return bool(self._replies)
-
-    def settimeout(self, timeout: float | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        self._due.extend(self._link.commands(bytes(data)))
+        self._go_on()

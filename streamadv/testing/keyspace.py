@@ -87,16 +87,6 @@ class Keyspace:
     def client(self, *_: bytes) -> Any:
         return OK
 
-    @command()
-    def dbsize(self) -> Any:
-        return len(self.keys(b"*"))
-
-    @command(writes=True)
-    def flushall(self, *_: bytes) -> Any:
-        self.data.clear()
-        self.ends.clear()
-        return OK
-
     # Keys
 
     @command()
@@ -241,16 +231,8 @@ class Keyspace:
         return list(self._get(key, dict) or {})
 
     @command()
-    def hvals(self, key: bytes) -> Any:
-        return list((self._get(key, dict) or {}).values())
-
-    @command()
     def hlen(self, key: bytes) -> Any:
         return len(self._get(key, dict) or {})
-
-    @command()
-    def hstrlen(self, key: bytes, field: bytes) -> Any:
-        return len((self._get(key, dict) or {}).get(field, b""))
 
     @command()
     def hexists(self, key: bytes, field: bytes) -> Any:
@@ -264,10 +246,6 @@ class Keyspace:
         gone = sum(fields.pop(name, None) is not None for name in names)
         self._tidy(key, fields)
         return gone
-
-    @command()
-    def hscan(self, key: bytes, _cursor: bytes, *_options: bytes) -> Any:
-        return [b"0", self.hgetall(key)]
 
     # Lists
 

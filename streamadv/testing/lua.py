@@ -133,11 +133,9 @@ class Scripts:
 def _argument(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
-    if isinstance(value, bool) or value is None:
-        raise Refusal("ERR Lua redis lib command arguments must be strings or integers")
     if isinstance(value, float):
         return b"%.17g" % value
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return b"%d" % value
     raise Refusal("ERR Lua redis lib command arguments must be strings or integers")
 

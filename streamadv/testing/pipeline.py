@@ -240,7 +240,7 @@ class Pipeline:
 
     def _inspect(self) -> None:
         """Between two scripts the run adds up, whatever is under way."""
-        for text in problems(self.world.server, RUN):
+        for text in problems(self.world, RUN):
             self.violate(f"accounting in between: {text}")
 
     def _note_forgotten(self) -> None:

@@ -219,8 +219,6 @@ def keys_of(name: bytes, arguments: Sequence[bytes]) -> Sequence[bytes]:
         case b"XREADGROUP":
             at = [argument.upper() for argument in arguments].index(b"STREAMS")
             return arguments[at + 1 : at + 1 + (len(arguments) - at - 1) // 2]
-        case b"FLUSHALL":
-            return ()
     return arguments[:1]
 
 

@@ -81,28 +81,20 @@ class Store(Keyspace):
                 gone += 1
         return gone
 
-    @command(writes=True)
-    def xtrim(self, key: bytes, *args: bytes) -> Any:
-        stream, limit = self._get(key, Stream), whole(args[-1])
-        gone = stream.ids[: max(0, len(stream.ids) - limit)] if stream else []
-        return self.xdel(key, *map(id_text, gone)) if gone else 0
-
     @command()
     def xlen(self, key: bytes) -> Any:
         stream = self._get(key, Stream)
         return len(stream.ids) if stream else 0
 
     @command()
-    def xrange(self, key: bytes, first: bytes, last: bytes, *options: bytes) -> Any:
+    def xrange(self, key: bytes, first: bytes, last: bytes, *options: bytes, step: int = 1) -> Any:
         stream = self._get(key, Stream)
-        ids = _between(stream.ids, first, last) if stream else []
+        ids = _between(stream.ids, first, last)[::step] if stream else []
         return [_entry(stream, each) for each in (ids[: whole(options[1])] if options else ids)]
 
     @command()
     def xrevrange(self, key: bytes, last: bytes, first: bytes, *options: bytes) -> Any:
-        stream = self._get(key, Stream)
-        ids = _between(stream.ids, first, last)[::-1] if stream else []
-        return [_entry(stream, each) for each in (ids[: whole(options[1])] if options else ids)]
+        return self.xrange(key, first, last, *options, step=-1)
 
     @command()
     def xread(self, *args: bytes) -> Any:

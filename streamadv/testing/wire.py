@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import hiredis
 import redis.asyncio.connection
 import redis.connection
 
-from .server import Server, Session, encode
-from .strands import Process, Scheduler, Stuck
+from .server import Session, encode
+from .strands import Process, Stuck
+
+if TYPE_CHECKING:
+    from .world import World
 
 #: Seconds from a request to its effect.
 TRIP_S: Final = 0.0005
@@ -22,28 +25,10 @@ URL: Final = "redis://world:1/0"
 Commands = list[list[bytes]]
 
 
-class Network(Scheduler):
-    """What connections need of the world."""
-
-    server: Server
-
-    def deviation(self, process: Process, strand: str, commands: Commands) -> Sequence[Any]:
-        """What is to happen with a request of this strand."""
-        raise NotImplementedError
-
-    def befall(self, process: Process, deviation: Sequence[Any], after: bool) -> None:
-        """Let happen what does not concern the connection alone, before or after the request has its effect."""
-        raise NotImplementedError
-
-    def wait_for_entries(self, keys: Sequence[bytes], call: Callable[[], object]) -> None:
-        """Make the call once an entry has come to one of these streams."""
-        raise NotImplementedError
-
-
 class Link:
     """One connection: requests go in, replies come out. `is_open` tells whether either end has closed it."""
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: World, process: Process) -> None:
         self.network = network
         self.process = process
         self.session = Session(network.server.generation)
@@ -89,11 +74,6 @@ class Socket:
         self._incoming = b""
         self._due: deque[list[bytes]] = deque()  # sent and not executed
         self._deviation: Sequence[Any] = ()
-
-    def sendmsg(self, pieces: Sequence[Any]) -> int:
-        data = b"".join(pieces)
-        self.sendall(data)
-        return len(data)
 
     def sendall(self, data: Any) -> None:
         link, network = self._link, self._link.network
@@ -178,15 +158,6 @@ class Socket:
         view[: len(data)] = data
         return len(data)
 
-    def recvmsg_into(self, places: Sequence[Any]) -> tuple[int, Any, int, Any]:
-        data = self.recv(sum(map(len, places)))
-        at = 0
-        for place in places:
-            part = data[at : at + len(place)]
-            place[: len(part)] = part
-            at += len(part)
-        return len(data), [], 0, None
-
     def settimeout(self, timeout: float | None) -> None:
         pass
 
@@ -197,7 +168,7 @@ class Socket:
         self._link.closed = True
 
 
-def open_link(network: Network) -> Link:
+def open_link(network: World) -> Link:
     """A connection of the process that has its turn. Raises ConnectionRefusedError, Stuck."""
     if not network.is_inside():
         raise Stuck("a thread that is none of the world's opens a connection: end it before the world begins")
@@ -210,7 +181,7 @@ def open_link(network: Network) -> Link:
 class Connection(redis.connection.Connection):
     """redis-py's, without a greeting."""
 
-    network: ClassVar[Network]
+    network: ClassVar[World]
 
     def connect(self) -> None:
         if self._sock is None:

@@ -20,11 +20,10 @@ from typing import Any, Final, Self
 
 from .. import clock, doors
 from ..store.clients import SOCKET_TIMEOUT
-from . import wire
 from .async_wire import AsyncConnection, Loop
 from .plan import Choices, Plan
 from .server import EPOCH_S, Server
-from .strands import Killed, Process, Stuck
+from .strands import Killed, Process, Scheduler, Stuck
 from .waits import Event, Queue, RLock, Thread
 from .wire import URL, Commands, Connection
 
@@ -65,7 +64,7 @@ FOLLOWS: Final = 0.4
 _SECONDS: Final = (0.002, 0.01, 0.05, 0.2, 0.6, 1.5, 4.0, 12.0)
 
 
-class World(wire.Network):
+class World(Scheduler):
     """One simulated world. `with World(seed) as world:` takes the doors of this process over.
 
     seed: decides who goes next and what fails. choices: replays a schedule, see `choices` of the world that had it.
@@ -206,7 +205,7 @@ class World(wire.Network):
     # Faults
 
     def deviation(self, process: Process, strand: str, commands: Commands) -> Sequence[Any]:
-        """See `Network`."""
+        """What is to happen with a request of this strand."""
         number = process.requests[strand] = process.requests[strand] + 1
         process.asked = self.time
         label = f"{process.name}/{strand}#{number}"
@@ -262,7 +261,7 @@ class World(wire.Network):
             self.log.append(line)
 
     def befall(self, process: Process, deviation: Sequence[Any], after: bool) -> None:
-        """See `Network`."""
+        """Let happen what does not concern the connection alone, before or after the request has its effect."""
         if not deviation or self.is_calm:  # drawn before
             return
         kind, *given = deviation
@@ -354,7 +353,7 @@ class World(wire.Network):
     # Blocking reads
 
     def wait_for_entries(self, keys: Sequence[bytes], call: Callable[[], object]) -> None:
-        """See `Network`."""
+        """Make the call once an entry has come to one of these streams."""
         for key in keys:
             self._waiting.setdefault(key, []).append(call)
 

@@ -178,9 +178,9 @@ def test_a_look_in_between_finds_what_does_not_add_up(
     with World(0, faults=()) as world:
         world.start("p", _push(world, acknowledged, 1))
         world.run(lambda: len(acknowledged) == 1)
-        assert list(problems(world.server, "r")) == []
+        assert list(problems(world, "r")) == []
         world.server.store.data[b"{r:0:0}:" + key][field] = value
-        assert any(said in text for text in problems(world.server, "r"))
+        assert any(said in text for text in problems(world, "r"))
 
 
 def test_trouble_follows_the_death_of_a_server() -> None:
