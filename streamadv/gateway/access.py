@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import urllib.error
@@ -101,20 +102,17 @@ class Access:
             raise TrajectoryError(
                 f"end: {error}: reward, rewards and metadata need finite numbers and text"
             ) from None
-        answer = await self._post(body)
+        for number in itertools.count(1):
+            try:
+                answer: dict[str, Any] = await asyncio.to_thread(post, self.end_url, self.close_key, body)
+                break
+            except AgainError as error:
+                if number == END_TRIES:
+                    raise GatewayError(str(error)) from None
+                await asyncio.sleep(_PAUSE_S * 2 ** (number - 1))
         if self._rollout is not None:
             self._rollout._slots.ended.add(self._rollout.rollout_index)
         return answer
-
-    async def _post(self, body: bytes) -> dict[str, Any]:
-        for left in reversed(range(END_TRIES)):
-            try:
-                return await asyncio.to_thread(post, self.end_url, self.close_key, body)
-            except AgainError as error:
-                if not left:
-                    raise GatewayError(str(error)) from None
-                await asyncio.sleep(_PAUSE_S * 2 ** (END_TRIES - 1 - left))
-        raise AssertionError("unreachable")
 
 
 class Gateway:
@@ -136,15 +134,14 @@ class Gateway:
 
     def access(self, rollout: BaseRollout, ttl_s: float = KEY_S) -> Access:
         """Hand a rollout out: its slot stays open until `Access.end`, or the group's deadline."""
-        rollout.ticket.hand_out()
         return self._access(rollout.ticket, ttl_s, rollout)
 
     def access_by_ticket(self, ticket: Ticket, ttl_s: float = KEY_S) -> Access:
         """The same for a ticket, in a process that has no producer."""
-        ticket.hand_out()
         return self._access(ticket, ttl_s, None)
 
     def _access(self, ticket: Ticket, ttl_s: float, rollout: BaseRollout | None) -> Access:
+        ticket.hand_out()
         place = f"{self.url}/g/{quote(ticket.group_id, safe='')}/{ticket.rollout_index}/v1"
         turn, end = (self._keys.sign(purpose, self._run, ticket, ttl_s) for purpose in ("turn", "end"))
         return Access(place, turn, end, rollout)

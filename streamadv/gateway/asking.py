@@ -101,11 +101,19 @@ class Turns:
         messages = request.get("messages")
         at = chains(messages, request.get("tools"), asked.agent) if messages is not None else []
         takes_tokens = live is None and self._tokens.is_used(engine)
-        answered = _answered(messages or ())
+        # How many messages there are up to the last one of the assistant, and with it; 0 if there is none.
+        said = enumerate(messages or (), 1)
+        answered = max((number for number, each in said if each.get("role") == "assistant"), default=0)
         if answered and at[answered] not in session.ends and (takes_tokens or not session.turns):
             await self._sessions.refresh(session)  # another gateway may have made that answer
         if answered and not session.turns and not self._options.allow_history:
-            raise _history_lost(session)
+            raise RefusedError(
+                409,
+                "history_lost",
+                f"rollout {session.name} has no turns at the run's server, and this request goes on from some: play it "
+                f"from its start with the same key; if agents begin with examples, start the gateway with "
+                f"--allow-history",
+            )
         sent = clock.now()
         sampled = await self._sample(session, asked, request, at if takes_tokens else (), live)
         engine_s = clock.now() - sent
@@ -174,20 +182,6 @@ class Turns:
         """Nothing is trained on that nobody knows the tokens of: the rollout fails."""
         await self._sessions.fail(session, "failed", one_line(why))
         return RefusedError(502, "lost_tokens", f"rollout {session.name} has failed: {why}")
-
-
-def _answered(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages there are up to the last one of the assistant, and with it; 0 if there is none."""
-    return max((at for at, said in enumerate(messages, 1) if said.get("role") == "assistant"), default=0)
-
-
-def _history_lost(session: Session) -> RefusedError:
-    return RefusedError(
-        409,
-        "history_lost",
-        f"rollout {session.name} has no turns at the run's server, and this request goes on from some: play it from "
-        f"its start with the same key; if agents begin with examples, start the gateway with --allow-history",
-    )
 
 
 def _check(sampled: Sampled, is_chat: bool) -> None:

@@ -84,7 +84,7 @@ class Engines:
     async def open(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
         connector = aiohttp.TCPConnector(limit=0)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, json_serialize=_text)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout)
         await asyncio.gather(*map(self._look, self.all))
         self._watching = asyncio.create_task(self._watch())
 
@@ -311,10 +311,6 @@ async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, 
     except (aiohttp.ClientError, ConnectionError, orjson.JSONDecodeError) as error:
         raise unavailable(f"the engine has broken off its answer: {type(error).__name__}") from None
     raise unavailable("the engine has broken off its answer")
-
-
-def _text(value: Any) -> str:
-    return orjson.dumps(value).decode()
 
 
 def _words_of(answer: Any) -> str:

@@ -45,8 +45,6 @@ _ENDING: Final = {
     "trace",  # of older clients; it says nothing
 }  # fmt: skip
 
-_KINDS: Final = {dict: "an object", str: "text"}
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -154,9 +152,9 @@ class Front:
         said = _object(await _body(request))
         if unknown := sorted(said.keys() - _ENDING):
             raise bad_request(f"end: {brief(unknown[0])} is no field, use {', '.join(sorted(_ENDING))}")
-        for name, kind in (("metadata", dict), ("data_source", str)):
+        for name, kind, what in (("metadata", dict, "an object"), ("data_source", str, "text")):
             if said.get(name) is not None and not isinstance(said[name], kind):
-                raise bad_request(f"end: {name} is {brief(said[name])}, needs {_KINDS[kind]}")
+                raise bad_request(f"end: {name} is {brief(said[name])}, needs {what}")
         return _json(await self.sessions.end(ticket, said))
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -222,12 +220,8 @@ class Front:
     async def _models(self, request: web.Request) -> web.Response:
         self._ticket(request, "turn")
         name = self._options.model or self._engines.model or "policy"
-        return _json(
-            {
-                "object": "list",
-                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "streamadv"}],
-            }
-        )
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "streamadv"}
+        return _json({"object": "list", "data": [model]})
 
     async def _health(self, request: web.Request) -> web.Response:
         shown = {

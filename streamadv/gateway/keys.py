@@ -87,7 +87,8 @@ class Keys:
     def sign(self, purpose: Purpose, run: str, ticket: Ticket | None, ttl_s: float = KEY_S) -> str:
         """A key that is valid for `ttl_s` seconds."""
         body = _packed(purpose, run, ticket, doors.wall() + ttl_s)
-        return f"{_PREFIX}{_text(body + _mac(self._secrets[0], body))}"
+        text = base64.urlsafe_b64encode(body + _mac(self._secrets[0], body)).rstrip(b"=").decode()
+        return _PREFIX + text
 
     def open(self, key: str, run: str) -> Claim:
         """What a key allows in this run. Raises BadKeyError."""
@@ -113,10 +114,6 @@ class Keys:
 
 def _mac(secret: bytes, body: bytes) -> bytes:
     return hmac.digest(secret, _CONTEXT + body, hashlib.sha256)[:_MAC_BYTES]
-
-
-def _text(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def _packed(purpose: Purpose, run: str, ticket: Ticket | None, ends: float) -> bytes:

@@ -8,6 +8,11 @@ from ..errors import Busy, GroupEndedError, RunEndedError, StreamadvError
 
 #: Codes after which the same request never succeeds, also where an SDK would try it again by its status.
 _FINAL: Final = frozenset(("history_lost", "rollout_over", "lost_tokens"))
+#: Anthropic's names of statuses.
+_ANTHROPIC: Final = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 #: Seconds after which a client may ask again.
 RETRY_AFTER_S: Final = 2
 
@@ -32,18 +37,11 @@ class RefusedError(Exception):
         """In the shape of OpenAI, or of Anthropic for its own paths."""
         text = str(self)
         if dialect == "messages":
-            return {"type": "error", "error": {"type": _anthropic_type(self.status), "message": text}}
+            other = "api_error" if self.status >= 500 else "invalid_request_error"
+            return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, other), "message": text}}
         if self.told is not None:
             return self.told
         return {"error": {"message": text, "type": self.code, "code": self.code, "param": None}}
-
-
-def _anthropic_type(status: int) -> str:
-    names = {
-        400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-        404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-    }  # fmt: skip
-    return names.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 def bad_request(text: str, status: int = 400) -> RefusedError:

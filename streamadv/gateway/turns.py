@@ -10,6 +10,8 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import groupby
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
@@ -52,10 +54,12 @@ def pack(turn: Turn, episode: Episode) -> bytes:
     """A turn in bytes. episode: of the turns before."""
     prompt = list(turn.choices[0].prompt_ids)
     row, kept = nearest_row(episode.rows, prompt)
-    choices = [
-        [len(one.token_ids), one.log_probs is not None, one.finish_reason, one.version, _spans(one.versions)]
-        for one in turn.choices
-    ]
+    choices = []
+    for one in turn.choices:
+        spans = None  # [[version, tokens in a row that have it] ...]
+        if one.versions is not None:
+            spans = [[version, len(list(same))] for version, same in groupby(one.versions)]
+        choices.append([len(one.token_ids), one.log_probs is not None, one.finish_reason, one.version, spans])
     head = {
         "row": row, "kept": kept, "prompt": len(prompt) - kept, "choices": choices, "digest": turn.digest,
         "chains": list(turn.chains), "messages": turn.messages, "agent": turn.agent,
@@ -79,45 +83,26 @@ def unpack(data: bytes, episode: Episode) -> Turn:
 
 
 def _unpack(data: bytes, episode: Episode) -> Turn:
-    (length,) = _LENGTH.unpack(data[: _LENGTH.size])
-    head = json.loads(data[_LENGTH.size : _LENGTH.size + length])
-    reader = _Reader(data, _LENGTH.size + length)
+    reader = BytesIO(data)
+    (length,) = _LENGTH.unpack(reader.read(_LENGTH.size))
+    head = json.loads(reader.read(length))
+
+    def numbers(kind: str, count: int) -> list[Any]:
+        found: list[Any] = np.frombuffer(reader.read(4 * count), kind, count).tolist()
+        return found
+
     before = [] if head["row"] is None else episode.rows[head["row"]][: head["kept"]]
-    prompt = before + reader.numbers("<i4", head["prompt"])
+    prompt = before + numbers("<i4", head["prompt"])
     choices = []
     for count, has_log_probs, finish_reason, version, spans in head["choices"]:
-        ids = reader.numbers("<i4", count)
-        log_probs = reader.numbers("<f4", count) if has_log_probs else None
+        ids = numbers("<i4", count)
+        log_probs = numbers("<f4", count) if has_log_probs else None
         versions = None if spans is None else [number for number, many in spans for _ in range(many)]
         choices.append(Completion(prompt, ids, log_probs, finish_reason, version, versions=versions))
-    answer = json.loads(zlib.decompress(data[reader.at :]))
+    answer = json.loads(zlib.decompress(reader.read()))
     return Turn(
         choices, head["digest"], head["chains"], head["messages"], head["agent"], head["joins"], answer
     )
-
-
-@dataclass
-class _Reader:
-    data: bytes
-    at: int
-
-    def numbers(self, kind: str, count: int) -> list[Any]:
-        found: list[Any] = np.frombuffer(self.data, kind, count, self.at).tolist()
-        self.at += 4 * count
-        return found
-
-
-def _spans(versions: Sequence[int] | None) -> list[list[int]] | None:
-    """[[version, tokens in a row that have it] ...]"""
-    if versions is None:
-        return None
-    spans: list[list[int]] = []
-    for version in versions:
-        if spans and spans[-1][0] == version:
-            spans[-1][1] += 1
-        else:
-            spans.append([version, 1])
-    return spans
 
 
 def nearest_row(rows: Sequence[Sequence[int]], prompt: Sequence[int]) -> tuple[int | None, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from ..advantage import worker
@@ -46,17 +44,3 @@ PARTS: Final = (
     (follow, "PAGE", 1),
     (steps, "PAGE", 2),
 )
-
-
-@contextmanager
-def changed(changes: Iterable[Change]) -> Iterator[None]:
-    """Names have these values until the end."""
-    changes = list(changes)
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
+from unittest.mock import patch
 
 from .. import doors
 from ..run import find_run
@@ -71,12 +72,8 @@ def _at_once(world: World) -> Iterator[Connection]:
                 self._sock = _Socket(Link(world, Process(world, "inspection")), math.inf)
                 self._parser.on_connect(self)
 
-    before = doors.client_options["connection_class"]
-    doors.client_options["connection_class"] = Here
-    try:
+    with patch.dict(doors.client_options, connection_class=Here):
         yield Connection(URL)
-    finally:
-        doors.client_options["connection_class"] = before
 
 
 class _Socket(Socket):

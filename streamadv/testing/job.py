@@ -241,22 +241,17 @@ class Job:
                     )
 
     def _save(self, queue: TrainerQueue, rank: int) -> None:
-        self._save_in(queue, rank)
-        self.pipeline.world.moment()
-
-    def _save_in(self, queue: TrainerQueue, rank: int) -> None:
         if self.pipeline.scene.folder and not self.pipeline.scene.each_batch:
             with queue.checkpoint(self.pipeline.folder) as path:
                 if not rank:
                     (path / WEIGHTS).write_text(json.dumps(self.weights))
             if not rank:
                 self._note_saved(queue.epoch, {})
-            return
-        if rank:
-            return
-        state = queue.state_dict()
-        self._note_saved(queue.epoch, state)
-        queue.commit(state)
+        elif not rank:
+            state = queue.state_dict()
+            self._note_saved(queue.epoch, state)
+            queue.commit(state)
+        self.pipeline.world.moment()
 
     def _note_saved(self, epoch: int, state: dict[str, Any]) -> None:
         """What an older job still saves is in nobody's past once a newer one has saved."""
@@ -318,7 +313,8 @@ class Job:
             if missing := [
                 place
                 for place in must_train(pipeline)
-                if place not in weights and self._has_pushed(life, place)
+                if place not in weights
+                and any(each.life is life for each in pipeline.acknowledged.get(place, ()))
             ]:
                 pipeline.violate(
                     f"P3: the run has ended without {missing[:4]} of {life.name}, which is alive"
@@ -328,6 +324,3 @@ class Job:
         """Whether the producer may have come after this rank's request that ended the run, whose answer came late."""
         disturbances = self.pipeline.world.process.disturbances
         return any(first <= life.opened + HEARD_OF_S and life.opened <= last for first, last in disturbances)
-
-    def _has_pushed(self, life: Life, place: Place) -> bool:
-        return any(each.life is life for each in self.pipeline.acknowledged.get(place, ()))

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from ..prompts.spec import identity
 from ..prompts.stored import Stored, read, read_sets
@@ -152,7 +152,7 @@ def _ended_unknown(pipeline: Pipeline) -> list[str]:
     longest = max((last - first for first, last in (*kept_away, *pipeline.world.outages)), default=0.0)
     if pipeline.played_late or max(longest, HEARTBEAT_S) > pipeline.scene.deadline_s:
         return []
-    tombstones = pipeline.world.server.store.data.get(b"{r:0:0}:ended", {})
+    tombstones = pipeline.world.server.store.data.get(SHARD + b"ended", {})
     return [name.decode() for name in tombstones if name.decode() not in pipeline.groups]
 
 
@@ -271,8 +271,8 @@ def _may_count_otherwise(pipeline: Pipeline) -> bool:
 def _missing(pipeline: Pipeline, weights: set[Place]) -> Iterator[str]:
     """What was acknowledged and is nowhere, and whole groups that were not trained on."""
     ended: set[Place] = set()
-    for name in (b"{r:0:0}:ended", b"{r:0:0}:ended_before"):
-        tombstones: dict[bytes, bytes] = pipeline.world.server.store.data.get(name, {})
+    for kind in (b"ended", b"ended_before"):
+        tombstones: dict[bytes, bytes] = pipeline.world.server.store.data.get(SHARD + kind, {})
         for group_id, text in tombstones.items():
             digits = text.decode()[1:]
             ended |= {(group_id.decode(), index) for index, digit in enumerate(digits) if digit == "1"}
@@ -331,12 +331,12 @@ def shortest(choices: Choices, broken: str, tries: int = 300) -> Choices:
         text = run_schedule(choices=some)[1]
         return text is not None and _kind(text) == kind
 
-    plain = {label: chosen for label, chosen in choices.items() if not _is_delay(chosen)}
+    plain = {
+        label: chosen
+        for label, chosen in choices.items()
+        if not (isinstance(chosen, list) and chosen[0] in ("slow", "late"))
+    }
     return cut_down(plain if fails(plain) else choices, fails, tries)
-
-
-def _is_delay(chosen: Any) -> bool:
-    return isinstance(chosen, list) and chosen[0] in ("slow", "late")
 
 
 def _kind(text: str) -> str:

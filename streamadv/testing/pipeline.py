@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
+from unittest.mock import patch
 
 from .. import doors
 from ..advantage import worker
@@ -28,7 +28,7 @@ from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, together
 from .answers import Answers
 from .archiver import Record, archiver, read_records
-from .constants import PARTS, POLLS, Change, changed
+from .constants import PARTS, POLLS, Change
 from .excuses import lost_for_good
 from .inspection import SHARD, problems
 from .job import Job, files_of
@@ -36,7 +36,6 @@ from .lookout import LOOK_S, Lookout
 from .producing import Producing
 from .roles import advantage_worker, grouper, opened
 from .scene import RUN, SLOW_S, Acknowledged, Group, Life, Place, Scene, Violation, draw_scene
-from .strands import Process
 from .world import URL, World
 
 SCORER: Final = "judge"
@@ -146,10 +145,13 @@ class Pipeline:
     def play(self) -> None:
         """Run to the end of the run. Raises Violation."""
         world = self.world
-        with TemporaryDirectory(prefix="streamadv-world-") as folder, changed(self._changes()):
+        with TemporaryDirectory(prefix="streamadv-world-") as folder, ExitStack() as stack:
+            for change in self._changes():
+                stack.enter_context(patch.object(*change))
             self.folder = Path(folder)
             # As if a grouper had been here before: what it says first is not lost.
-            world.server.store.data[b"{r:0:0}:trainer"] = {b"keep": self._keeping()}
+            keeping = f"{self.settings.keep_bytes} {KEEP}{' archive' if self.scene.archive else ''}"
+            world.server.store.data[SHARD + b"trainer"] = {b"keep": keeping.encode()}
             for number in range(self.scene.groupers):
                 self._supervise(f"grouper{number or ''}", lambda: grouper(RUN, self.settings))
             for number in range(self.scene.workers):
@@ -157,7 +159,8 @@ class Pipeline:
             if self.scene.scored:
                 self._supervise("scorer", self._scorer)
             if self.scene.archive:
-                self._supervise("archiver", self._archiver)
+                path = self.folder / "archive"
+                self._supervise("archiver", lambda: archiver(RUN, self.settings, path, world.moment))
             for number, plan in enumerate(self.scene.producers):
                 self._supervise(f"p{number}", Producing(self, number, plan).run)
             world.at(self.scene.trainer_late_s, self._start_job)
@@ -170,7 +173,9 @@ class Pipeline:
             world.at(self.scene.calm_s, self._calm)
             world.at(LOOK_S, Lookout(self).look)
             for number in range(INSPECTIONS):
-                when = world.plan.choose(f"inspection/{number}", self._draw_moment)
+                when = world.plan.choose(
+                    f"inspection/{number}", lambda source: source.uniform(0.5, self.scene.calm_s)
+                )
                 if when is not None:
                     world.at(when, self._inspect)
             world.at_loss.append(self._note_forgotten)
@@ -219,10 +224,6 @@ class Pipeline:
         has_open = bool(self.world.server.store.data.get(SHARD + b"open"))
         return not has_open and len(self.done) == len(self.scene.producers)
 
-    def _keeping(self) -> bytes:
-        """What `trim_kept` writes."""
-        return f"{self.settings.keep_bytes} {KEEP}{' archive' if self.scene.archive else ''}".encode()
-
     def _raise(self) -> None:
         if self.violations:
             raise Violation(self.violations[0])
@@ -235,16 +236,14 @@ class Pipeline:
         self.world.is_calm = True
         self.world.server.refusal = None
 
-    def _draw_moment(self, source: random.Random) -> float:
-        return source.uniform(0.5, self.scene.calm_s)
-
     def _inspect(self) -> None:
         """Between two scripts the run adds up, whatever is under way."""
         for text in problems(self.world, RUN):
             self.violate(f"accounting in between: {text}")
 
     def _note_forgotten(self) -> None:
-        if b"servers" not in self.world.server.store.data.get(b"{r:0:0}:session", {}):
+        """The server has lost writes."""
+        if b"servers" not in self.world.server.store.data.get(SHARD + b"session", {}):
             self.forgotten.append(self.world.time)
 
     def _state(self) -> str:
@@ -264,16 +263,12 @@ class Pipeline:
                 self.world.at(back, lambda: self._supervise(name, main, life + 1))
 
         process.at_death.append(again)
-        process.at_error = self._died
-
-    def _died(self, process: Process, error: BaseException) -> None:
-        self.violate(f"{process.name} raised {type(error).__name__}: {error}")
+        process.at_error = lambda process, error: self.violate(
+            f"{process.name} raised {type(error).__name__}: {error}"
+        )
 
     def _scorer(self) -> None:
         Scorer(URL, RUN, SCORER, settings=self.settings).run(_score, doors.Event())
-
-    def _archiver(self) -> None:
-        archiver(RUN, self.settings, self.folder / "archive", self.world.moment)
 
     # Operators
 

@@ -15,8 +15,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, Self
+from unittest.mock import patch
 
 from .. import clock, doors
 from ..store.clients import SOCKET_TIMEOUT
@@ -126,49 +128,33 @@ class World(Scheduler):
     # Doors
 
     def __enter__(self) -> Self:
-        self._before = (
-            {name: getattr(doors, name) for name in _DOORS},
-            clock.now,
-            dict(doors.client_options),
-            dict(doors.async_client_options),
-            random.getstate(),
-            gc.isenabled(),
-        )
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of processes that were killed
-        self._unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        self._outside_now = clock.now
+        self._before = stack = ExitStack()
+        stack.callback(gc.enable if gc.isenabled() else gc.disable)
         gc.disable()  # what ends by chance would end elsewhere in a replay
+        stack.callback(random.setstate, random.getstate())
         random.seed(0)
-        for name, door in _DOORS.items():
-            setattr(doors, name, door(self))
-        clock.now = self._now
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of processes that were killed
+        stack.enter_context(patch.object(sys, "unraisablehook", lambda _: None))
+        stack.enter_context(patch.object(clock, "now", self._now))
+        stack.enter_context(patch.multiple(doors, **{name: door(self) for name, door in _DOORS.items()}))
         Connection.network = AsyncConnection.network = self
-        doors.client_options |= {"connection_class": Connection, "driver_info": None}
-        doors.async_client_options |= {"connection_class": AsyncConnection, "driver_info": None}
+        for options, kind in (
+            (doors.client_options, Connection),
+            (doors.async_client_options, AsyncConnection),
+        ):
+            stack.enter_context(patch.dict(options, connection_class=kind, driver_info=None))
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with self._before:
             self.is_calm = self.is_over = True
             self.end(self.processes)
             gc.collect(0)  # what was made in here: coroutines of processes that were killed end in silence
-        finally:
-            doors_before, clock.now, options, async_options, state, collects = self._before
-            for name, door in doors_before.items():
-                setattr(doors, name, door)
-            doors.client_options.clear()
-            doors.client_options.update(options)
-            doors.async_client_options.clear()
-            doors.async_client_options.update(async_options)
-            random.setstate(state)
-            self._quiet.__exit__(None, None, None)
-            sys.unraisablehook = self._unraisable
-            if collects:
-                gc.enable()
 
     def _now(self) -> float:
-        return self.time if self.is_inside() else self._before[1]()
+        return self.time if self.is_inside() else self._outside_now()
 
     def wall(self) -> float:
         """The wall clock of the process that has its turn."""

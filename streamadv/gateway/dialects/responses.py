@@ -59,12 +59,10 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
             _of_assistant(messages).update(text)
         else:
             messages.append({"role": role, **text})
-    elif kind == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
-        _of_assistant(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "custom_tool_call":
-        function = {"name": item["name"], "arguments": json.dumps({"input": item["input"]})}
+    elif kind in ("function_call", "custom_tool_call"):
+        is_free = kind == "custom_tool_call"
+        written = json.dumps({"input": item["input"]}) if is_free else item["arguments"]
+        function = {"name": item["name"], "arguments": written}
         call = {"id": item["call_id"], "type": "function", "function": function}
         _of_assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -94,16 +92,7 @@ def write(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, A
     sampled, read_tokens = usage.get("completion_tokens") or 0, usage.get("prompt_tokens") or 0
     is_cut = choice.get("finish_reason") == "length"
     free = {tool["name"] for tool in asked.get("tools") or () if tool.get("type") == "custom"}
-    given = (
-        "instructions",
-        "tools",
-        "tool_choice",
-        "temperature",
-        "top_p",
-        "parallel_tool_calls",
-        "metadata",
-        "text",
-    )
+    given = ("instructions", "tools", "tool_choice", *_COPIED, "metadata", "text")
     defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}}
     return {
         "id": f"resp_{answer.get('id')}", "object": "response", "created_at": answer.get("created") or 0,
