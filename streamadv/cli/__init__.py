@@ -1,8 +1,8 @@
 """The command line: `streamadv COMMAND`. Each command is a module here with `add_parser(subparsers)`.
 
-`add_parser` sets two defaults: `run`, a function that takes the parsed arguments and returns the exit status, and
-`packages`, the packages of extras that the command needs. A command reads its arguments, calls one function of
-another room and prints; it keeps nothing.
+`add_parser` sets two defaults: `run`, a function that takes the parsed arguments and returns the exit status if that
+may be another than 0, and `packages`, the packages of extras that the command needs. A command reads its arguments,
+calls one function of another room and prints; it keeps nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_module(module)
         if words[0] in TRACED:
             tracing.set_up(f"streamadv-{role}")
-        status: int = arguments.run(arguments)
+        status: int = arguments.run(arguments) or 0
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # `streamadv ... | head`

@@ -41,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Follow until a signal, or write once."""
     settings = settings_from(arguments)
     if not arguments.once:
-        status: int = importlib.import_module("workers.archiver").main(settings, arguments.folder)
-        return status
+        return int(importlib.import_module("workers.archiver").main(settings, arguments.folder))
     from ..archive.follow import Archive, created_at
     from ..archive.table import PARQUET
     from ..run import find_run

@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=say_where)
 
 
-def say_where(arguments: argparse.Namespace) -> int:
+def say_where(arguments: argparse.Namespace) -> None:
     """Raises SettingError."""
     raise SettingError(
         "streamadv bench is in benchmarks/ of the source, not in the package: run it in a checkout"

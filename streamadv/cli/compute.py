@@ -32,9 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
     add_format_option(parser)
     add_chain_options(parser)
-    parser.set_defaults(packages=TO_COMPUTE)
     parser.set_defaults(
-        run=lambda given: run(given.file, given.output, given.preset, given.config, given.format)
+        run=lambda given: run(given.file, given.output, given.preset, given.config, given.format),
+        packages=TO_COMPUTE,
     )
 
 

@@ -41,10 +41,11 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Print settings and chain, or access rules."""
     if arguments.what == "acl":
-        return print_acl(settings_from(arguments).run, arguments.user_prefix)
+        print_acl(settings_from(arguments).run, arguments.user_prefix)
+        return
     from ..algorithms.chain import build_chain  # imports torch
 
     settings = shown_settings(flags_of(arguments))
@@ -52,16 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         shown = {"settings": {name: s._asdict() for name, s in settings.items()}, "chain": chain.describe()}
         print(json.dumps(shown, indent=2, default=str))
-        return 0
+        return
     width = max(map(len, settings))
     for name, s in settings.items():
         print(f"{name:{width}} = {'not set' if s.value is None else s.value}  ({s.source})")
     print("\nadvantage chain:")
     print("\n".join(f"  {step}" for step in chain.describe()))
-    return 0
 
 
-def print_acl(run: str, user_prefix: str) -> int:
+def print_acl(run: str, user_prefix: str) -> None:
     """Print a line of an ACL file for each role."""
     if not USER_PREFIX.fullmatch(user_prefix):
         raise SettingError(f"--user-prefix {user_prefix!r}: use letters, digits, '.', '_' and '-'")
@@ -75,4 +75,3 @@ def print_acl(run: str, user_prefix: str) -> int:
             )
         lines.append(acl_line(role, run, f"{user_prefix}-{role.name}", password_hash(password)))
     print("\n".join(lines))
-    return 0

@@ -60,8 +60,8 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run, packages=TO_COMPUTE)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Consume until N groups are written or the run has ended; 1 when neither happens."""
+def run(arguments: argparse.Namespace) -> None:
+    """Consume until N groups are written or the run has ended; an error when neither happens."""
     from ..algorithms import build_chain  # torch: only commands that compute load it
     from ..trainer.queue import TrainerQueue
 
@@ -103,7 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             _print_summary(done, output)
             queue.close()
-    return 0
 
 
 def _job_of(file: IO[bytes], output: Path | None) -> str:

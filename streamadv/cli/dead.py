@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
         sub.set_defaults(run=action)
 
 
-def list_all(arguments: argparse.Namespace) -> int:
+def list_all(arguments: argparse.Namespace) -> None:
     """Print a line for each dead group."""
     with joined(arguments, reading=True) as run:
         dead_groups = list(list_dead(run))
@@ -57,17 +57,15 @@ def list_all(arguments: argparse.Namespace) -> int:
                     f"{size_text(dead.bytes)}  {seconds_text(dead.age_s)} ago{gone}: {dead.detail}"
                 )
             )
-    return 0
 
 
-def show(arguments: argparse.Namespace) -> int:
+def show(arguments: argparse.Namespace) -> None:
     """Print one dead group as JSON."""
     with joined(arguments, reading=True) as run:
         print(json.dumps(dataclasses.asdict(show_dead(run, arguments.group)), indent=2))
-    return 0
 
 
-def requeue_some(arguments: argparse.Namespace) -> int:
+def requeue_some(arguments: argparse.Namespace) -> None:
     """Requeue the named groups."""
     with joined(arguments) as run:
 
@@ -81,10 +79,9 @@ def requeue_some(arguments: argparse.Namespace) -> int:
             groups, total = groups + 1, total + count
             print(printable(f"{group_id}: {counted(count, 'trajectory', 'trajectories')} requeued"))
         print(f"requeued {counted(groups, 'group')}, {counted(total, 'trajectory', 'trajectories')}")
-    return 0
 
 
-def purge_some(arguments: argparse.Namespace) -> int:
+def purge_some(arguments: argparse.Namespace) -> None:
     """Purge the named groups."""
     with joined(arguments) as run:
         groups = 0
@@ -92,7 +89,6 @@ def purge_some(arguments: argparse.Namespace) -> int:
             groups += 1
             print(printable(f"{group_id}: purged"))
         print(f"purged {counted(groups, 'group')}")
-    return 0
 
 
 def _done(

@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from ..messages import printable
 from ..status.evaluations import Evaluation, read_evaluations
 from . import add_one_shot_options, joined
+from .files import in_columns
 
 COLUMNS = (
     "data source", "round", "version", "mean", "std error", "best", "min", "max", "rollouts", "groups", "failed",
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=show_evaluations)
 
 
-def show_evaluations(arguments: argparse.Namespace) -> int:
+def show_evaluations(arguments: argparse.Namespace) -> None:
     """Print all that are stored of the run."""
     with joined(arguments, reading=True) as run:
         evaluations = read_evaluations(run)
@@ -38,8 +38,7 @@ def show_evaluations(arguments: argparse.Namespace) -> int:
     elif not evaluations:
         print(f"run {run.name}: no group of role eval has ended yet")
     else:
-        print("\n".join(map(printable, table([COLUMNS, *map(_cells, evaluations)]))))
-    return 0
+        print(in_columns([COLUMNS, *map(_cells, evaluations)], numbers=True))
 
 
 def _cells(evaluation: Evaluation) -> tuple[str, ...]:
@@ -53,15 +52,3 @@ def _cells(evaluation: Evaluation) -> tuple[str, ...]:
         str(evaluation.groups),
         str(evaluation.failed),
     )
-
-
-def table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows as lines: the first column left-aligned, numbers right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

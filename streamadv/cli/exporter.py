@@ -23,5 +23,4 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
-    status: int = importlib.import_module("workers.exporter").main(settings_from(arguments))
-    return status
+    return int(importlib.import_module("workers.exporter").main(settings_from(arguments)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
@@ -12,6 +12,7 @@ from typing import Final
 
 from ..errors import SettingError, TrajectoryError
 from ..extras import require
+from ..messages import printable
 from ..trajectory.adapters import FORMATS, likely_format
 from ..trajectory.schema import Trajectory
 
@@ -101,3 +102,23 @@ def lines_in(path: Path) -> int | None:
             return sum(chunk.count(b"\n") for chunk in chunks)
     except OSError:  # whoever reads it says so
         return None
+
+
+#: Width of a column at most; a longer name moves the rest of its line.
+MAX_WIDTH: Final = 40
+
+
+def in_columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
+    """Rows in columns, fit for a terminal; a short row ends with a text of any length.
+
+    numbers: all columns but the first are right-aligned.
+    """
+    rows = [list(map(printable, row)) for row in rows]
+    whole = [row for row in rows if len(row) == len(rows[0])]
+    widths = [min(MAX_WIDTH, max(map(len, column))) for column in zip(*whole, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = zip(others, widths[1:], strict=False)
+        aligned = [cell.rjust(width) if numbers else cell.ljust(width) for cell, width in cells]
+        lines.append("  ".join([first.ljust(widths[0]), *aligned]).rstrip())
+    return "\n".join(lines)

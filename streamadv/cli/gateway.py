@@ -164,14 +164,14 @@ def _object(text: str) -> dict[str, Any]:
     return found
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal."""
     from ..gateway.server import Place, serve  # needs the packages of the extra
 
     settings, keys = settings_from(arguments), Keys.from_environment()
     if arguments.print_key:
         print(keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S))
-        return 0
+        return
     given = {name: getattr(arguments, name) for name in Options.__slots__ if name != "engines"}
     options = Options(tuple(arguments.engine or ()), **given)
     place = Place(
@@ -180,7 +180,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.port <= 65535:
         raise SettingError(f"--port is {arguments.port}, needs 0 to 65535")
     asyncio.run(serve(settings, options, keys, place, lambda url: print(url, flush=True)))
-    return 0
 
 
 def run_processes(arguments: argparse.Namespace) -> int:

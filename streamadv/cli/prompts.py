@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         sub.set_defaults(run=action)
 
 
-def list_all(arguments: argparse.Namespace) -> int:
+def list_all(arguments: argparse.Namespace) -> None:
     """Print how far the run is."""
     with joined(arguments, reading=True) as run:
         lines, ends = read_progress(run, run.now_ms()), read_ends(run)
@@ -50,7 +50,6 @@ def list_all(arguments: argparse.Namespace) -> int:
         print(
             "\n".join(printable(line_of(line) + _seen_text(seen[line.name, line.source])) for line in lines)
         )
-    return 0
 
 
 def _seen_text(seen: TriesSeen) -> str:
@@ -62,7 +61,7 @@ def _seen_text(seen: TriesSeen) -> str:
     )
 
 
-def show(arguments: argparse.Namespace) -> int:
+def show(arguments: argparse.Namespace) -> None:
     """Print one data set, prompt by prompt."""
     with joined(arguments, reading=True) as run:
         sets = [prompts for prompts in read_sets(run) if prompts.name == arguments.name]
@@ -80,7 +79,7 @@ def show(arguments: argparse.Namespace) -> int:
             {"source": source, "index": index} | asdict(of) for (source, index), of in seen.items()
         ]
         print(json.dumps({"run": run.name, "name": arguments.name, **found}))
-        return 0
+        return
     print("\n".join(printable(line_of(line)) for line in progress))
     if lines:
         print("begun and not ended, or given up (`again`: it waits to be played again):")
@@ -96,7 +95,6 @@ def show(arguments: argparse.Namespace) -> int:
         text = f"{source} {index}".strip()
         figures = f"trained {of.trained}, filtered {of.filtered}, dropped {of.dropped}{_seen_text(of)}"
         print(printable(f"  {text}: {counted(of.tries, 'try', 'tries')} seen, {figures}, {of.tokens} tokens"))
-    return 0
 
 
 def line_of(progress: SourceProgress) -> str:

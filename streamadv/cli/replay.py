@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Push the file; the last line says how many were pushed and how many were duplicates."""
     if arguments.follow and arguments.format not in (None, DEFAULT_FORMAT):
         raise SettingError(f"--follow works with --format trajectory, not {arguments.format}")
@@ -73,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             if finished or codes:
                 _print_summary(codes)
-    return 0
 
 
 def _print_summary(codes: Counter[str]) -> None:

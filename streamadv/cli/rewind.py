@@ -13,7 +13,7 @@ from ..extras import TO_COMPUTE, require
 from ..messages import printable
 from . import FAILED, add_import_option, add_one_shot_options, joined
 from .compute import read_chain
-from .evals import table
+from .files import in_columns
 
 if TYPE_CHECKING:
     from ..archive.compare import Change
@@ -65,7 +65,7 @@ def rewind(arguments: argparse.Namespace) -> int:
             return FAILED if difference else 0
         record = compare.with_chain(batch, _chain(arguments.chain))
         changes = compare.compare(source, batch, computed(source, batch, device, record))
-    print("\n".join(map(printable, table([COLUMNS, *_rows(changes)]))))
+    print(in_columns([COLUMNS, *_rows(changes)], numbers=True))
     return 0
 
 

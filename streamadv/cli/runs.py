@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -16,11 +16,12 @@ from ..messages import printable
 from ..run import Run, find_run, open_run
 from ..run.manifest import DEFAULTS
 from ..status import Status, read_status
-from ..status.audit import delete_run, delete_unread
+from ..status.audit import delete_run
 from ..store.keys import RUNS
 from ..store.replies import as_int, as_text, as_texts
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, connect_once, joined, settings_from
+from .files import in_columns
 from .run_options import add_run_options, run_settings_from
 from .status import stage_of
 
@@ -60,12 +61,10 @@ def add_parser(subparsers: Any) -> None:
     delete.set_defaults(run=delete_one)
 
 
-#: Width of a column at most; a longer name moves the rest of its line.
-MAX_WIDTH: Final = 40
 COLUMNS: Final = ("RUN", "CREATED (UTC)", "ACTIVE", "VERSION", "PUSHED", "TRAINED", "QUEUED", "IN FLIGHT")
 
 
-def list_runs(arguments: argparse.Namespace) -> int:
+def list_runs(arguments: argparse.Namespace) -> None:
     """Print every run; what cannot be read is listed with the reason."""
     with connect_once(arguments, reading=True) as connection:
         runs: Any = connection.scripts.hgetall(RUNS)
@@ -89,7 +88,6 @@ def list_runs(arguments: argparse.Namespace) -> int:
                 rows.append((name, created or "unknown", *(_figures(status) if status else (problem or "",))))
     if not arguments.json:
         print(in_columns(rows) if runs else "no runs")
-    return 0
 
 
 def _figures(status: Status) -> Iterator[str]:
@@ -97,17 +95,6 @@ def _figures(status: Status) -> Iterator[str]:
     yield "none" if status.trainer.version is None else str(status.trainer.version)
     ledger = status.ledger
     yield from map(str, (ledger.pushed, ledger.trained, ledger.queued, ledger.in_flight))
-
-
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns, fit for a terminal; a short row ends with a text of any length."""
-    rows = [list(map(printable, row)) for row in rows]
-    whole = [row for row in rows if len(row) == len(rows[0])]
-    widths = [min(MAX_WIDTH, max(map(len, column))) for column in zip(*whole, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        for row in rows
-    )
 
 
 def _created(value: bytes) -> str | None:
@@ -118,15 +105,14 @@ def _created(value: bytes) -> str | None:
         return None
 
 
-def create_one(arguments: argparse.Namespace) -> int:
+def create_one(arguments: argparse.Namespace) -> None:
     """Write the settings of a run and print them."""
     with connect_once(arguments) as connection:
         run = open_run(connection, settings_from(arguments).run, run_settings_from(arguments))
         _show(run, arguments)
-    return 0
 
 
-def change_one(arguments: argparse.Namespace) -> int:
+def change_one(arguments: argparse.Namespace) -> None:
     """Write other values of settings of a run that nobody uses, and print all."""
     with joined(arguments) as run:
         if alive := list(_alive(read_status(run))):
@@ -135,14 +121,12 @@ def change_one(arguments: argparse.Namespace) -> int:
             )
         run.change(run_settings_from(arguments))
         _show(run, arguments)
-    return 0
 
 
-def show_one(arguments: argparse.Namespace) -> int:
+def show_one(arguments: argparse.Namespace) -> None:
     """Print the settings of a run."""
     with joined(arguments, reading=True) as run:
         _show(run, arguments)
-    return 0
 
 
 def _show(run: Run, arguments: argparse.Namespace) -> None:
@@ -175,7 +159,7 @@ def _pacing(run: Run) -> dict[str, int | None]:
     return {name: as_int(stored.get(name, "")) for name in ("batch_groups", "max_staleness", "drop_after")}
 
 
-def delete_one(arguments: argparse.Namespace) -> int:
+def delete_one(arguments: argparse.Namespace) -> None:
     """Delete one run, which must be named."""
     if arguments.run_name is None:
         raise SettingError("--run is not given: name the run to delete")
@@ -184,18 +168,17 @@ def delete_one(arguments: argparse.Namespace) -> int:
         try:
             run = find_run(connection, name)
         except SettingError:  # another release's, or somebody wrote over its manifest
-            count = delete_unread(connection, name) if arguments.force else 0
+            count = delete_run(connection, name) if arguments.force else 0
             if not count:
                 raise
             print(f"deleted run {name}, whose manifest cannot be read: {counted(count, 'key')}")
-            return 0
+            return
         alive = list(_alive(read_status(run)))
         if alive and not arguments.force:
             raise SettingError(f"run {run.name} is in use by {', '.join(alive)}: stop them, or use --force")
-        print(f"deleted run {run.name}: {counted(delete_run(run), 'key')}")
+        print(f"deleted run {run.name}: {counted(delete_run(connection, name), 'key')}")
         if alive:
             print(f"still alive, and free to make the run anew: {', '.join(alive)}: stop them")
-    return 0
 
 
 def _alive(status: Status) -> Iterator[str]:

@@ -18,7 +18,6 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Print the schema."""
     print(json.dumps(trajectory_json_schema(), indent=2))
-    return 0

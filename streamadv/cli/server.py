@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Run the server until a signal; 1 if it ends by itself."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -64,4 +64,3 @@ def run(arguments: argparse.Namespace) -> int:
         print(server.open_url, flush=True)
         while not stop.wait(LOOK_SECONDS):
             server.check()
-    return 0

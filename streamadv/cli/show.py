@@ -20,8 +20,8 @@ from ..trajectory.schema import Trajectory
 from ..units import counted
 from ..view.texts import Ids, open_tokenizer
 from . import add_one_shot_options, joined
+from .files import in_columns
 from .parser import count_or_none
-from .runs import in_columns
 
 COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
 #: Rewards of a group that its line has one by one.
@@ -54,12 +54,12 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=show)
 
 
-def show(arguments: argparse.Namespace) -> int:
+def show(arguments: argparse.Namespace) -> None:
     """Print the groups, or the rollouts of one."""
     with joined(arguments, reading=True) as run:
         if arguments.group is None:
             _list_groups(run, arguments)
-            return 0
+            return
         texts = open_tokenizer(arguments.tokenizer, run.manifest.tokenizer)
         group, index = _named(run, arguments.group)
         found = read_trajectories(run, group)
@@ -69,7 +69,6 @@ def show(arguments: argparse.Namespace) -> int:
                 print(to_json(each.to_json(), inf_nan_mode="constants").decode())
         else:
             _print_group(run, group, index, trajectories, texts)
-    return 0
 
 
 def _named(run: Run, name: str) -> tuple[SeenGroup, int | None]:

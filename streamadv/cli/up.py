@@ -103,7 +103,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run until the commands have ended, or a signal comes."""
     if arguments.example:
-        return _write_example(arguments)
+        _write_example(arguments)
+        return 0
     commands: list[list[str]] = arguments.commands
     if [] in commands:
         raise SettingError("there is no command behind `--`: write one, or leave `--` out")
@@ -160,7 +161,7 @@ def _gateway_words(arguments: argparse.Namespace, environment: dict[str, str]) -
     return ["--port", str(port), *engines, *["--load-weights"] * arguments.load_weights]
 
 
-def _write_example(arguments: argparse.Namespace) -> int:
+def _write_example(arguments: argparse.Namespace) -> None:
     if (arguments.engine is None) != (arguments.model is None):
         raise SettingError(
             "--engine and --model belong together: give both, or none for a small model made here"
@@ -172,7 +173,6 @@ def _write_example(arguments: argparse.Namespace) -> int:
     if missing := [package for package in packages if not is_installed(package)]:
         say(f"it needs {', '.join(missing)}: {remedy(*missing)}")
     say(f"run it: cd {arguments.example} && streamadv up")
-    return 0
 
 
 class _OwnServer:

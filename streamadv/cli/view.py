@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=view, packages=TO_VIEW)
 
 
-def view(arguments: argparse.Namespace) -> int:
+def view(arguments: argparse.Namespace) -> None:
     """Serve until Ctrl-C."""
     from ..view.serve import serving
     from ..view.texts import open_tokenizer
@@ -63,7 +63,6 @@ def view(arguments: argparse.Namespace) -> int:
         if arguments.open:
             _open(address)
         threading.Event().wait()
-    return 0
 
 
 @contextmanager

@@ -85,5 +85,4 @@ def run(arguments: argparse.Namespace) -> int:
         given = {name: getattr(arguments, name) for name in own}
         options = {name: value for name, value in given.items() if value is not None}
         options["function"] = function_of(arguments.function)
-    status: int = module.main(settings_from(arguments), **options)
-    return status
+    return int(module.main(settings_from(arguments), **options))

@@ -123,24 +123,20 @@ def read_staleness(run: Run, version: int) -> Staleness:
     pipe: Any = run.connection.scripts.pipeline(transaction=False)
     for keys in run.keys.shards:
         pipe.hgetall(keys.owners)
-    trained = [_trained_entries(owners, version) for owners in pipe.execute()]
-    for keys, of_shard in zip(run.keys.shards, trained, strict=True):
-        last = max(of_shard, key=lambda entry: tuple(map(int, entry.split("-"))), default=None)
+    for keys, owners in zip(run.keys.shards, pipe.execute(), strict=True):
+        # Entries that are in batches below this version: they stay there until they are committed.
+        trained = [
+            entry
+            for entry, owner in as_texts(owners).items()
+            if ENTRY.fullmatch(entry) and OWNER.fullmatch(owner) and int(owner.partition("-")[0]) < version
+        ]
+        last = max(trained, key=lambda entry: tuple(map(int, entry.split("-"))), default=None)
         pipe.xrange(keys.groups, min="-" if last is None else f"({last}", count=LOG_LOOKED_AT)
     entries = [(shard, *entry) for shard, page in enumerate(pipe.execute()) for entry in page]
     groups = parse_groups(run.keys, entries)
     values = Members.concat([group.members for group in groups]).staleness(version)
     values = values[~np.isnan(values)]
     return Staleness(float(values.mean()), int(values.max())) if len(values) else Staleness(None, None)
-
-
-def _trained_entries(owners: Mapping[bytes, bytes], version: int) -> list[str]:
-    """Entries of the groups log that are in batches below this version: they stay there until they are committed."""
-    return [
-        entry
-        for entry, owner in as_texts(owners).items()
-        if ENTRY.fullmatch(entry) and OWNER.fullmatch(owner) and int(owner.partition("-")[0]) < version
-    ]
 
 
 def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from ..messages import one_line
 from ..run import Run
 from ..store.connection import Connection
-from ..store.keys import PROMPT_KINDS, RUNS, SINGLE_KINDS, ShardKeys, check_run_name, manifest_key
-from .stored import PAGE, StoredData, counts_at, hash_at, walk
-
-SLICE: Final = 64
+from ..store.keys import RUNS, ShardKeys, check_run_name, manifest_key
+from .stored import PAGE, StoredData, counts_at, walk
 
 
 class Audit(NamedTuple):
@@ -101,35 +100,21 @@ def _times_to_live(run: Run, keys: Sequence[str]) -> Iterator[int]:
         yield from pipe.execute()
 
 
-def delete_run(run: Run) -> int:
-    """Delete everything stored of a run, in slices. Returns the number of keys. Stop its processes first."""
-    scripts, count = run.connection.scripts, 0
-    for keys in run.keys.shards:
-        stored = walk(run, keys)
-        names = [*stored.references, *_group_keys(keys, stored), *_fixed_keys(run, keys)]
-        for start in range(0, len(names), SLICE):
-            count += scripts.unlink(*names[start : start + SLICE])
-    count += scripts.unlink(manifest_key(run.name))
-    scripts.hdel(RUNS, run.name)
-    return count
+def delete_run(connection: Connection, name: str) -> int:
+    """Delete everything stored of a run, whether its manifest can be read or not: it looks at every key of the server.
 
-
-def delete_unread(connection: Connection, name: str) -> int:
-    """`delete_run` for a run whose manifest cannot be read: it looks at every key of the server."""
+    Returns the number of keys. Stop its processes first.
+    """
     scripts, count = connection.scripts, 0
-    for key in scripts.scan_iter(match=f"{{{check_run_name(name)}:*", count=PAGE):
-        count += scripts.unlink(key)
+    keys = scripts.scan_iter(match=f"{{{check_run_name(name)}:*", count=PAGE)
+    while page := list(islice(keys, PAGE)):
+        pipe: Any = scripts.pipeline(transaction=False)
+        for key in page:
+            pipe.unlink(key)
+        count += sum(pipe.execute())
     count += scripts.unlink(manifest_key(name))
     scripts.hdel(RUNS, name)
     return count
-
-
-def _fixed_keys(run: Run, keys: ShardKeys) -> list[str]:
-    """Keys of a shard that do not depend on its groups."""
-    single = [getattr(keys, kind) for kind in SINGLE_KINDS]
-    prompts = [name.decode(errors="replace") for name in hash_at(run, keys.prompts)]
-    of_prompts = [getattr(keys, kind)(name) for kind in PROMPT_KINDS for name in prompts]
-    return [*single, *map(keys.scoring, run.manifest.scorers), *of_prompts]
 
 
 def _group_keys(keys: ShardKeys, stored: StoredData) -> list[str]:

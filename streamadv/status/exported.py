@@ -66,12 +66,8 @@ def _of_evaluations(field: str) -> Callable[[Status], Any]:
 def _prompts(status: Status) -> dict[tuple[str, str, str], int]:
     found: dict[tuple[str, str, str], int] = {}
     for each in status.prompts[:MAX_EVALUATIONS]:
-        states = {"trained": each.trained, "in_play": each.in_play, "left": each.left}
-        states |= {
-            "filtered": sum(each.filtered.values()),
-            "given_up": sum(each.given_up.values()),
-            "skipped": each.skipped,
-        }
+        states = {name: getattr(each, name) for name in ("trained", "skipped", "in_play", "left")}
+        states |= {name: sum(getattr(each, name).values()) for name in ("filtered", "given_up")}
         found |= {(each.name, each.source, state): count for state, count in states.items()}
     return found
 

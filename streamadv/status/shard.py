@@ -95,18 +95,15 @@ def read_shards(run: Run) -> list[ShardState]:
     A server above its maxmemory refuses transactions, and the figures belong to several moments: then a shard is read
     again while they contradict each other.
     """
-    keys = run.keys.shards
-    page = 1 if run.connection.is_cluster else SHARDS_AT_ONCE
-    return [
-        state for first in range(0, len(keys), page) for state in _read_page(run, keys[first : first + page])
-    ]
-
-
-def _read_page(run: Run, page: Sequence[ShardKeys]) -> list[ShardState]:
-    try:
-        return _states(run, page, atomic=True)
-    except OutOfMemoryError:
-        return [_read_loosely(run, keys) for keys in page]
+    keys, states = run.keys.shards, list[ShardState]()
+    size = 1 if run.connection.is_cluster else SHARDS_AT_ONCE
+    for first in range(0, len(keys), size):
+        page = keys[first : first + size]
+        try:
+            states += _states(run, page, atomic=True)
+        except OutOfMemoryError:
+            states += [_read_loosely(run, each) for each in page]
+    return states
 
 
 def _read_loosely(run: Run, keys: ShardKeys) -> ShardState:
@@ -122,32 +119,26 @@ def _states(run: Run, page: Sequence[ShardKeys], *, atomic: bool) -> list[ShardS
     pipe: Any = run.connection.scripts.pipeline(transaction=atomic)
     streams = [streams_of(run, keys) for keys in page]
     for keys, of_shard in zip(page, streams, strict=True):
-        _ask(pipe, keys, of_shard)
+        for key in (keys.ledger, keys.trainer, keys.sizes, keys.owners):
+            pipe.hgetall(key)
+        pipe.zcard(keys.open)
+        for key in (keys.groups, keys.results):
+            pipe.xlen(key)
+        for key in (keys.ended, keys.ended_before):
+            pipe.hlen(key)
+        pipe.llen(keys.garbage)
+        for stream in of_shard.values():
+            pipe.xlen(stream.key)
+            pipe.xrange(stream.key, count=1)
+            pipe.xinfo_groups(stream.key)  # an error where the stream is yet to be made
     reply = map(or_nothing, pipe.execute(raise_on_error=False))
     now_ms = run.now_ms()
     return [_state(run, of_shard, reply, now_ms) for of_shard in streams]
 
 
-def _ask(pipe: Any, keys: ShardKeys, streams: dict[str, StreamName]) -> None:
-    for key in (keys.ledger, keys.trainer, keys.sizes, keys.owners):
-        pipe.hgetall(key)
-    pipe.zcard(keys.open)
-    for key in (keys.groups, keys.results):
-        pipe.xlen(key)
-    for key in (keys.ended, keys.ended_before):
-        pipe.hlen(key)
-    pipe.llen(keys.garbage)
-    for stream in streams.values():
-        pipe.xlen(stream.key)
-        pipe.xrange(stream.key, count=1)
-        pipe.xinfo_groups(stream.key)  # an error where the stream is yet to be made
-
-
 def _state(run: Run, streams: dict[str, StreamName], reply: Iterator[Any], now_ms: int) -> ShardState:
-    ledger, (trainer, size_fields, owners) = (
-        as_mapping(next(reply)),
-        (as_texts(next(reply)) for _ in range(3)),
-    )
+    ledger = as_mapping(next(reply))
+    trainer, size_fields, owners = (as_texts(next(reply)) for _ in range(3))
     return ShardState(
         counters=known_counters(ledger),
         broken=[name for name in COUNTERS if as_int(ledger.get(name, b"0")) is None],

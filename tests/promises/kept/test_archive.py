@@ -434,7 +434,7 @@ def test_a_run_that_is_made_anew_has_another_folder(
         push()
         archiver.look()
         archiver.finish()
-        delete_run(joined)
+        delete_run(joined.connection, joined.name)
         joined = archived_run(redis_url, run, archive=archive, keep={"dropped": 1.0})
         push()
         with pytest.raises(SettingError, match=f"archive of run {run} as it was before"):

@@ -60,7 +60,7 @@ def test_from_producers_to_the_trainer(redis_url: str, run: str, shards: int, ch
     assert problems(joined) == []
     left = {key.rpartition(b":")[2] for key in joined.connection.scripts.scan_iter(f"{{{run}:*")}
     assert not {key for key in left if key.startswith((b"payload", b"output"))}
-    delete_run(joined)
+    delete_run(joined.connection, joined.name)
     assert not list(joined.connection.scripts.scan_iter(f"*{run}*"))
 
 

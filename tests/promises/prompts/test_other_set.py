@@ -23,7 +23,7 @@ def test_prompts_of_another_set_are_not_those_of_the_checkpoint(redis_url: str, 
             train(queue, joined, 2)
             state = json.loads(json.dumps(queue.state_dict()))
             queue.commit(state)
-    delete_run(joined)
+    delete_run(joined.connection, joined.name)
     with sa.Producer(redis_url, run) as producer:
         given = sa.Prompts(["another", "one", "and", "a third", "a fourth"], name="train")
         next(producer.prompts(given, SIZE))

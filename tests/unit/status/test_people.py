@@ -123,7 +123,7 @@ def test_a_deleted_run_stays_deleted(fake: Connection, run: Run) -> None:
     queue = TrainerQueue(fake, "r", batch_groups=2, commit="each_batch")
     assert queue.epoch
     until_heard(run, "waits")
-    delete_run(run)
+    delete_run(run.connection, run.name)
     queue.close()
     assert not fake.scripts.exists(run.keys.home.session)
 

@@ -235,7 +235,7 @@ def test_trajectories_that_do_not_count_are_told(fake: Connection) -> None:
 
 def test_deleting_a_run_leaves_nothing(busy: Run) -> None:
     group_all(busy)
-    assert delete_run(busy) > 10
+    assert delete_run(busy.connection, busy.name) > 10
     assert busy.connection.scripts.keys("*") in ([], [b"streamadv:runs"])
 
 
@@ -245,7 +245,7 @@ def test_a_run_made_anew_plays_all_prompts_again(fake: Connection) -> None:
             groups = producer.prompts(Prompts(["a", "b", "c"], shuffle=None), size=1)
             assert [prompt for prompt, _ in islice(groups, 2)] == ["a", "b"]
             groups.close()
-        delete_run(join(fake, "r"))
+        delete_run(fake, "r")
         assert fake.scripts.keys("*") in ([], [b"streamadv:runs"])
 
 
