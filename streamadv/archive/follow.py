@@ -8,6 +8,7 @@ reading begins where the files end, and what has gone before it was read is miss
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -73,14 +74,6 @@ class Form(NamedTuple):
     """The groups of a file."""
 
 
-class Count(NamedTuple):
-    """What was archived."""
-
-    groups: int = 0
-    trajectories: int = 0
-    files: int = 0
-
-
 def created_at(run: Run) -> int | None:
     """When the run was created, in ms since 1970; None where that is not known, or this user may not know."""
     with suppress(NoPermissionError):
@@ -106,9 +99,9 @@ class Archive:
         self._folder.close()
 
     @property
-    def count(self) -> Count:
-        """Of this process."""
-        return Count(*map(sum, zip(*(shard.count for shard in self._shards), strict=True)))
+    def count(self) -> Counter[str]:
+        """The groups, trajectories and files of this process."""
+        return sum((shard.count for shard in self._shards), Counter())
 
     def look(self) -> bool:
         """Write what has ended since the last look. False if there was nothing.
@@ -151,7 +144,7 @@ class ShardArchive:
 
     def __init__(self, run: Run, shard: Shard, folder: Folder, form: Form) -> None:
         self._run, self._shard, self._folder, self._form = run, shard, folder, form
-        self.count = Count()
+        self.count = Counter[str]()
         self._file: File | None = None
         self._kinds: dict[str, str] = {}
         self._bytes, self._since = 0, 0.0
@@ -206,7 +199,7 @@ class ShardArchive:
             self._file, self._bytes = None, 0
             self._folder.finish(self._shard.index, self._first, self._read_to, self._form.suffix)
             self._ids, self._ids_before = set(), self._ids
-            self.count = self.count._replace(files=self.count.files + 1)
+            self.count["files"] += 1
 
     def _begin(self) -> EntryId:
         """Where to read on."""
@@ -267,10 +260,7 @@ class ShardArchive:
             self._ids.update(entry.group_id for entry in fresh)
         self._read_to, self._last_group = EntryId.of(entries[-1].id), _id_of(entries[-1])
         self._bytes += sum(map(_size, fresh))
-        trajectories = sum(len(group.trajectories) for group in groups)
-        self.count = self.count._replace(
-            groups=self.count.groups + len(groups), trajectories=self.count.trajectories + trajectories
-        )
+        self.count.update(groups=len(groups), trajectories=sum(len(group.trajectories) for group in groups))
 
     def _read(self, entry: KeptEntry) -> Archived:
         """A group with its tokens."""

@@ -65,6 +65,17 @@ _FIELDS: Final = {
     "problem": _TEXT,  # why there are no tokens
     "entry_fields": pa.binary(),
 }
+#: Fields of a trajectory that stand in its lines as they are.
+_SAME: Final = (
+    "rollout_index",
+    "group_size",
+    "data_source",
+    "reward",
+    "reason",
+    "batch",
+    "staleness",
+    "round",
+)
 _TOKENS: Final = {**KNOWN_COLUMNS, **OUTPUT_COLUMNS}
 
 
@@ -180,19 +191,12 @@ def _fields_of(trajectory: Trajectory) -> dict[str, Any]:
     oldest, newest = version if isinstance(version, tuple) else (version, version)
     steps = [step.model_dump(exclude_defaults=True) for step in trajectory.steps]
     return {
-        "rollout_index": trajectory.rollout_index,
-        "group_size": trajectory.group_size,
+        **{name: getattr(trajectory, name) for name in _SAME},
         "status": trajectory.status.value,
         "role": trajectory.role.value,
-        "data_source": trajectory.data_source,
-        "reward": trajectory.reward,
         "rewards": _json(trajectory.rewards),
-        "reason": trajectory.reason,
-        "batch": trajectory.batch,
-        "staleness": trajectory.staleness,
         "version_oldest": oldest,
         "version_newest": newest,
-        "round": trajectory.round,
         "metadata": _json(trajectory.metadata),
         "steps": _json(steps),
     }
@@ -241,10 +245,8 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 def _trajectory(rows: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], where: str) -> Trajectory:
     first = rows[0]
-    names = ("group_id", "rollout_index", "group_size", "status", "role", "data_source", "reward", "round")
-    record: dict[str, Any] = {
-        name: first[name] for name in (*names, "outcome", "reason", "batch", "staleness")
-    }
+    names = (*_SAME, "group_id", "status", "role", "outcome")
+    record: dict[str, Any] = {name: first[name] for name in names}
     record |= {name: json.loads(first[name]) for name in ("rewards", "metadata", "steps") if first[name]}
     if first["version_oldest"] is not None:
         oldest, newest = first["version_oldest"], first["version_newest"]

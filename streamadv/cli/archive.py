@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             while archive.look():
                 pass
             archive.finish()
-            groups, rollouts, files = archive.count
-    print(f"archived {counted(groups, 'group')}, {counted(rollouts, 'rollout')} in {counted(files, 'file')}")
+            count = archive.count
+    groups, rollouts = counted(count["groups"], "group"), counted(count["trajectories"], "rollout")
+    print(f"archived {groups}, {rollouts} in {counted(count['files'], 'file')}")
     return 0

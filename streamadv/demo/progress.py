@@ -104,11 +104,7 @@ class Progress:
     def result(self) -> dict[str, Any]:
         """What `--json` writes."""
         return {
-            "seed": self.settings.seed,
-            "maps": self.settings.maps,
-            "estimator": self.settings.estimator,
-            "correction": self.settings.correction,
-            "max_staleness": self.settings.max_staleness,
+            **{name: value for name, value in asdict(self.settings).items() if name != "run"},
             "updates": self.version,
             "success_rate_start": self.evaluations.get(0),
             "success_rate": self.evaluations.get(self.version),

@@ -31,9 +31,8 @@ def archiver(run: str, settings: RunSettings, path: Path, wrote: Callable[[], ob
     """The process that archives the run into a folder. wrote: called after each file."""
     joined = opened(run, settings)
     folder = create_folder(path, joined.keys)
-    with Archive(
-        joined, _SteppedFolder(path, folder.keys, wrote), Form("jsonl", _File, _read_ids)
-    ) as archive:
+    form = Form("jsonl", _File, lambda file: {json.loads(line)[0] for line in file.read_text().splitlines()})
+    with Archive(joined, _SteppedFolder(path, folder.keys, wrote), form) as archive:
         archive.follow(doors.Event())
 
 
@@ -71,16 +70,10 @@ class _File:
     def write(self, groups: Sequence[Archived]) -> None:
         doors.sleep(STEP_S)
         with self._path.open("a") as file:
-            file.writelines(f"{json.dumps(record)}\n" for record in map(_record, groups))
+            for archived in groups:
+                group = archived.group
+                count = group.count - len(group.left_out)
+                file.write(f"{json.dumps(Record(group.group_id, group.outcome, count, archived.entry.id))}\n")
 
     def close(self) -> None:
         doors.sleep(STEP_S)
-
-
-def _record(archived: Archived) -> Record:
-    group = archived.group
-    return Record(group.group_id, group.outcome, group.count - len(group.left_out), archived.entry.id)
-
-
-def _read_ids(path: Path) -> set[str]:
-    return {json.loads(line)[0] for line in path.read_text().splitlines()}

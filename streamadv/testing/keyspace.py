@@ -8,11 +8,13 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from .values import (
+    COMMANDS,
     OK,
     WRONG_TYPE,
+    Command,
     Refusal,
     SortedSet,
     Status,
@@ -213,31 +215,6 @@ class Keyspace:
         self._make(key, dict)[field] = b"%d" % total
         return total
 
-    @command()
-    def hget(self, key: bytes, field: bytes) -> Any:
-        return (self._get(key, dict) or {}).get(field)
-
-    @command()
-    def hmget(self, key: bytes, *names: bytes) -> Any:
-        fields = self._get(key, dict) or {}
-        return [fields.get(name) for name in names]
-
-    @command()
-    def hgetall(self, key: bytes) -> Any:
-        return [part for pair in (self._get(key, dict) or {}).items() for part in pair]
-
-    @command()
-    def hkeys(self, key: bytes) -> Any:
-        return list(self._get(key, dict) or {})
-
-    @command()
-    def hlen(self, key: bytes) -> Any:
-        return len(self._get(key, dict) or {})
-
-    @command()
-    def hexists(self, key: bytes, field: bytes) -> Any:
-        return int(field in (self._get(key, dict) or {}))
-
     @command(writes=True)
     def hdel(self, key: bytes, *names: bytes) -> Any:
         fields = self._get(key, dict)
@@ -262,14 +239,6 @@ class Keyspace:
             return 0
         stored[:0] = reversed(items)
         return len(stored)
-
-    @command()
-    def llen(self, key: bytes) -> Any:
-        return len(self._get(key, list) or [])
-
-    @command()
-    def lrange(self, key: bytes, first: bytes, last: bytes) -> Any:
-        return _slice(self._get(key, list) or [], whole(first), whole(last))
 
     @command(writes=True)
     def lrem(self, key: bytes, count: bytes, item: bytes) -> Any:
@@ -317,36 +286,6 @@ class Keyspace:
         self._tidy(key, members)
         return gone
 
-    @command()
-    def zscore(self, key: bytes, name: bytes) -> Any:
-        score = (self._get(key, SortedSet) or {}).get(name)
-        return None if score is None else score_text(score)
-
-    @command()
-    def zcard(self, key: bytes) -> Any:
-        return len(self._get(key, SortedSet) or {})
-
-    @command()
-    def zrange(self, key: bytes, first: bytes, last: bytes, *options: bytes) -> Any:
-        members = self._get(key, SortedSet) or SortedSet()
-        return _members(_slice(members.in_order(), whole(first), whole(last)), options)
-
-    @command()
-    def zrangebyscore(self, key: bytes, low: bytes, high: bytes, *options: bytes) -> Any:
-        members = self._get(key, SortedSet) or SortedSet()
-        inside = [item for item in members.in_order() if _is_between(item[1], low, high)]
-        given = [option.upper() for option in options]
-        if b"LIMIT" in given:
-            at = given.index(b"LIMIT")
-            start, count = whole(options[at + 1]), whole(options[at + 2])
-            inside = inside[start:] if count < 0 else inside[start : start + count]
-        return _members(inside, options)
-
-    @command()
-    def zscan(self, key: bytes, _cursor: bytes, *_options: bytes) -> Any:
-        members = self._get(key, SortedSet) or SortedSet()
-        return [b"0", _members(members.in_order(), [b"WITHSCORES"])]
-
 
 def _slice(items: list[Any], first: int, last: int) -> list[Any]:
     count = len(items)
@@ -360,6 +299,47 @@ def _members(items: Sequence[tuple[bytes, float]], options: Sequence[bytes]) -> 
     return [name for name, _ in items]
 
 
-def _is_between(score: float, low: bytes, high: bytes) -> bool:
-    above = score > real(low[1:]) if low[:1] == b"(" else score >= real(low)
-    return above and (score < real(high[1:]) if high[:1] == b"(" else score <= real(high))
+def _in_order(members: SortedSet, first: bytes, last: bytes, *options: bytes) -> list[bytes]:
+    return _members(_slice(members.in_order(), whole(first), whole(last)), options)
+
+
+def _by_score(members: SortedSet, low: bytes, high: bytes, *options: bytes) -> list[bytes]:
+    def is_inside(score: float) -> bool:
+        above = score > real(low[1:]) if low[:1] == b"(" else score >= real(low)
+        return above and (score < real(high[1:]) if high[:1] == b"(" else score <= real(high))
+
+    inside = [item for item in members.in_order() if is_inside(item[1])]
+    given = [option.upper() for option in options]
+    if b"LIMIT" in given:
+        at = given.index(b"LIMIT")
+        start, count = whole(options[at + 1]), whole(options[at + 2])
+        inside = inside[start:] if count < 0 else inside[start : start + count]
+    return _members(inside, options)
+
+
+def _score(members: SortedSet, name: bytes) -> bytes | None:
+    score = members.get(name)
+    return None if score is None else score_text(score)
+
+
+def _reader(kind: type[Any], read: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda store, key, *args: read(store._get(key, kind) or kind(), *args)
+
+
+#: Commands that read what one key holds, or nothing of its kind.
+_READ: Final[dict[bytes, tuple[type[Any], Callable[..., Any]]]] = {
+    b"HGET": (dict, dict.get),
+    b"HMGET": (dict, lambda fields, *names: [fields.get(name) for name in names]),
+    b"HGETALL": (dict, lambda fields: [part for pair in fields.items() for part in pair]),
+    b"HKEYS": (dict, list),
+    b"HLEN": (dict, len),
+    b"HEXISTS": (dict, lambda fields, name: int(name in fields)),
+    b"LLEN": (list, len),
+    b"LRANGE": (list, lambda items, first, last: _slice(items, whole(first), whole(last))),
+    b"ZSCORE": (SortedSet, _score),
+    b"ZCARD": (SortedSet, len),
+    b"ZRANGE": (SortedSet, _in_order),
+    b"ZRANGEBYSCORE": (SortedSet, _by_score),
+    b"ZSCAN": (SortedSet, lambda members, *_: [b"0", _members(members.in_order(), [b"WITHSCORES"])]),
+}
+COMMANDS.update({name: Command(_reader(*how), False, False) for name, how in _READ.items()})

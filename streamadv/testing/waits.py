@@ -66,14 +66,12 @@ class RLock(Bell):
     _count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if not self.wait_until(self._is_free, (None if timeout < 0 else timeout) if blocking else 0.0):
+        patience = (None if timeout < 0 else timeout) if blocking else 0.0
+        if not self.wait_until(lambda: self._owner in (None, self.world.current), patience):
             return False
         self._owner = self.world.current
         self._count += 1
         return True
-
-    def _is_free(self) -> bool:
-        return self._owner is None or self._owner is self.world.current
 
     def release(self) -> None:
         self._count -= 1

@@ -7,11 +7,15 @@ them. What is open, waiting or dead is read anew, at most every few seconds.
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final, Self
+
+import numpy as np
 
 from .. import clock
 from ..archive.folder import EntryId
@@ -91,9 +95,7 @@ class Line:
     @property
     def deviation(self) -> float | None:
         """Their standard deviation, of the sample."""
-        if self.mean is None or len(self.known) < 2:
-            return None
-        return math.sqrt(sum((reward - self.mean) ** 2 for reward in self.known) / (len(self.known) - 1))
+        return statistics.stdev(self.known) if len(self.known) > 1 else None
 
     @property
     def length(self) -> float | None:
@@ -144,7 +146,8 @@ class Choice:
             and self.source in (None, line.source)
             and self.batch in (None, line.batch)
             and self.naming in (None, line.named_for)
-            and _is_like(line.group_id, self.find)
+            and re.search(".*".join(map(re.escape, self.find.split("*"))), line.group_id, re.DOTALL)
+            is not None
             and _within(line.mean, self.low, self.high)
             and any(_within(reward, self.least, self.most) for reward in line.known or (None,))
             and _within(line.length, self.short, self.long)
@@ -284,9 +287,9 @@ def facets(lines: Sequence[Line], choice: Choice) -> dict[str, dict[str, int]]:
         others = replace(choice, **{name: value})
         counted = Counter(getattr(line, name) for line in lines if others.has(line))
         counts[name] = dict(sorted(counted.items()))
-    anyhow = replace(choice, outcome=DROPPED)
-    dropped = sum(map(anyhow.has, lines))
-    return {**counts, "outcome": {**counts["outcome"], **({DROPPED: dropped} if dropped else {})}}
+    if dropped := sum(map(replace(choice, outcome=DROPPED).has, lines)):
+        counts["outcome"][DROPPED] = dropped
+    return counts
 
 
 def histogram(values: Sequence[float | None]) -> list[Bin]:
@@ -297,21 +300,8 @@ def histogram(values: Sequence[float | None]) -> list[Bin]:
     low, high = min(known), max(known)
     if low == high:
         return [Bin(low, high, len(known))]
-    width, counts = (high - low) / BINS, [0] * BINS
-    for value in known:
-        counts[min(BINS - 1, int((value - low) / width))] += 1
-    edges = [low + number * width for number in range(BINS)] + [high]
-    return [Bin(edges[number], edges[number + 1], count) for number, count in enumerate(counts)]
-
-
-def _is_like(group_id: str, part: str) -> bool:
-    at = 0
-    for piece in part.split("*"):
-        at = group_id.find(piece, at)
-        if at < 0:
-            return False
-        at += len(piece)
-    return True
+    counts, edges = np.histogram(known, BINS)
+    return [Bin(*ends, count) for ends, count in zip(pairwise(edges.tolist()), counts.tolist(), strict=True)]
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:

@@ -101,7 +101,7 @@ def test_the_files_have_what_is_kept(redis_url: str, run: str, tmp_path: Path) -
         train(joined, 5)
     count = archive_all(joined, tmp_path)
     found, kept = archived(tmp_path), looked_at(joined)
-    assert (count.groups, count.trajectories) == (8, len(kept))
+    assert (count["groups"], count["trajectories"]) == (8, len(kept))
     (row,) = found.pop(("page", 0)).rows
     assert np.array_equal(row.extras["images"].data, np.ones((2, 3)))
     del kept["page", 0]
