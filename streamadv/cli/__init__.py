@@ -125,8 +125,13 @@ def add_redis_options(parser: argparse.ArgumentParser) -> None:
     add_log_options(parser)
 
 
-def add_one_shot_options(parser: argparse.ArgumentParser) -> None:
-    """Options of commands that do one thing with a server and end; they connect by `connect_once` or `joined`."""
+def add_one_shot_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
+    """Options of commands that do one thing with a server and end; they connect by `connect_once` or `joined`.
+
+    json: what --json prints, if there is that option.
+    """
+    if json is not None:
+        parser.add_argument("--json", action="store_true", help=json)
     add_redis_options(parser)
     parser.add_argument(
         "--wait",
@@ -137,7 +142,9 @@ def add_one_shot_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_metrics_option(parser: argparse.ArgumentParser) -> None:
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Options of processes of a run, which serve metrics."""
+    add_redis_options(parser)
     parser.add_argument(
         "--metrics-port", type=int, metavar="P", help="of /metrics (default: a free one, logged)"
     )

@@ -9,9 +9,7 @@ from typing import Any
 
 from ..archive.folder import create_folder
 from ..units import counted
-from . import add_metrics_option, add_redis_options, connect, settings_from
-
-PACKAGES = ("pyarrow",)
+from . import add_process_options, connect, settings_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,9 +30,8 @@ def add_parser(subparsers: Any) -> None:
         help="of this run alone; made if need be",
     )
     parser.add_argument("--once", action="store_true", help="write what is there, then end")
-    add_redis_options(parser)
-    add_metrics_option(parser)
-    parser.set_defaults(run=run, packages=PACKAGES)
+    add_process_options(parser)
+    parser.set_defaults(run=run, packages=("pyarrow",))
 
 
 def run(arguments: argparse.Namespace) -> int:

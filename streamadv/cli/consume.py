@@ -22,7 +22,7 @@ from ..store.connection import Connection
 from ..store.retry import patiently
 from ..trajectory.interchange import recover, write_trajectory
 from ..units import counted
-from . import add_metrics_option, add_redis_options, connect, settings_from
+from . import add_process_options, connect, settings_from
 from .compute import add_chain_options, chain_from
 from .files import Advance, progress
 from .parser import count, seconds
@@ -55,8 +55,7 @@ def add_parser(subparsers: Any) -> None:
         "--take-over", action="store_true", help="also from a trainer that is alive, which then ends"
     )
     add_chain_options(parser)
-    add_redis_options(parser)
-    add_metrics_option(parser)
+    add_process_options(parser)
     parser.set_defaults(run=run, packages=TO_COMPUTE)
 
 

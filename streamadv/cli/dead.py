@@ -34,9 +34,7 @@ def add_parser(subparsers: Any) -> None:
         elif name != "list":
             sub.add_argument("groups", metavar="GROUP", nargs="*")
             sub.add_argument("--all", action="store_true", help="every dead group")
-        else:
-            sub.add_argument("--json", action="store_true", help="one JSON object for each group")
-        add_one_shot_options(sub)
+        add_one_shot_options(sub, "one JSON object for each group" if name == "list" else None)
         sub.set_defaults(run=action)
 
 

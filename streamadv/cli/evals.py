@@ -24,8 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "they name or else by version; a round shows the versions that it was played with. 'std error' is that "
         "of the mean, between groups; 'best' is the mean over groups of the best reward in each.",
     )
-    add_one_shot_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object with a list")
+    add_one_shot_options(parser, "one JSON object with a list")
     parser.set_defaults(run=show_evaluations)
 
 

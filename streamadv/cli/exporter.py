@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
-from . import add_metrics_option, add_redis_options, settings_from
+from . import add_process_options, settings_from
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,8 +16,7 @@ def add_parser(subparsers: Any) -> None:
         description="Serves what the command status shows of a run at /metrics, read from the server once per scrape, "
         "as each grouper does too. It writes nothing, and goes on while nothing else of the run is there.",
     )
-    add_redis_options(parser)
-    add_metrics_option(parser)
+    add_process_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -15,7 +15,7 @@ from ..gateway.access import url_of
 from ..gateway.keys import Keys
 from ..gateway.options import MODES, Options
 from ..gateway.running import EXIT, Running
-from . import INTERRUPTED, add_log_options, add_metrics_option, add_redis_options, settings_from
+from . import INTERRUPTED, add_log_options, add_process_options, settings_from
 from .parser import count, seconds, size
 
 KEY_DAYS: Final = 30.0
@@ -30,8 +30,7 @@ def add_parser(subparsers: Any) -> None:
         "front of inference engines, and pushes what they have sampled to the run. Each rollout has a key of its own, "
         "signed with the secret in STREAMADV_GATEWAY_SECRET_FILE. The first line of stdout is its URL.",
     )
-    add_redis_options(parser)
-    add_metrics_option(parser)
+    add_process_options(parser)
     parser.add_argument(
         "--engine", action="append", metavar="URL", help="an engine, or a router; several times for several"
     )
@@ -194,20 +193,17 @@ def run_processes(arguments: argparse.Namespace) -> int:
         arguments.timeout_s,
         {name: value for name, value in group.items() if value is not None},
     )
-    return asyncio.run(_play(running, arguments.groups, arguments.finish))
-
-
-async def _play(running: Running, groups: int, finishes: bool) -> int:
-    playing = asyncio.ensure_future(_play_groups(running, groups, finishes))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
     try:
-        return await playing
+        return asyncio.run(_play(running, arguments.groups, arguments.finish))
     except asyncio.CancelledError:
         return INTERRUPTED
 
 
-async def _play_groups(running: Running, groups: int, finishes: bool) -> int:
+async def _play(running: Running, groups: int, finishes: bool) -> int:
+    playing = asyncio.current_task()
+    assert playing is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
     status = 0
     for _ in range(groups):
         for answer in await running.play():

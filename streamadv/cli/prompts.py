@@ -21,17 +21,12 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, action, text in (
         ("list", list_all, "each data set by source: trained, filtered, given up, in play, left"),
-        (
-            "show",
-            show,
-            "the prompts of one data set that were given up, are in play, or have ended lately",
-        ),
+        ("show", show, "the prompts of one data set that were given up, are in play, or have ended lately"),
     ):
         sub = actions.add_parser(name, help=text, description=text)
         if name == "show":
             sub.add_argument("name", metavar="NAME", nargs="?", default="train", help="default: train")
-        add_one_shot_options(sub)
-        sub.add_argument("--json", action="store_true", help="one JSON object")
+        add_one_shot_options(sub, "one JSON object")
         sub.set_defaults(run=action)
 
 

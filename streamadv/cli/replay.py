@@ -16,7 +16,7 @@ from ..store.reasons import Reason
 from ..store.waiting import Blocked, Wait
 from ..trajectory.interchange import poll, read_trajectories
 from ..trajectory.schema import Trajectory
-from . import add_metrics_option, add_redis_options, connect, settings_from
+from . import add_process_options, connect, settings_from
 from .files import DEFAULT_FORMAT, Advance, add_format_option, number_in, progress, trajectories_of
 
 #: Trajectories of refused groups kept in memory before reading on waits for room.
@@ -36,8 +36,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--follow", action="store_true", help="wait for more at the end of the file; never finish"
     )
-    add_redis_options(parser)
-    add_metrics_option(parser)
+    add_process_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -30,8 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("runs", help="creates, shows, lists or deletes the runs of a server")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="names and ledgers of all runs")
-    add_one_shot_options(listing)
-    listing.add_argument("--json", action="store_true", help="one JSON object for each run")
+    add_one_shot_options(listing, "one JSON object for each run")
     listing.set_defaults(run=list_runs)
     create = actions.add_parser(
         "create",
@@ -48,8 +47,7 @@ def add_parser(subparsers: Any) -> None:
     )
     show = actions.add_parser("show", help="the settings of the run given by --run")
     for parser, action in ((create, create_one), (change, change_one), (show, show_one)):
-        add_one_shot_options(parser)
-        parser.add_argument("--json", action="store_true", help="one JSON object")
+        add_one_shot_options(parser, "one JSON object")
         parser.set_defaults(run=action)
     for parser in (create, change):
         add_run_options(parser)

@@ -47,10 +47,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="PATH",
         help="tokenizer.json, or its folder, for text instead of token ids (default: the run's setting)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object for each group, or each rollout of GROUP"
-    )
-    add_one_shot_options(parser)
+    add_one_shot_options(parser, "one JSON object for each group, or each rollout of GROUP")
     parser.set_defaults(run=show)
 
 
@@ -101,7 +98,21 @@ def _list_groups(run: Run, arguments: argparse.Namespace) -> None:
     ]
     if arguments.json:
         for group in groups:
-            print(json.dumps(_as_json(run, group)))
+            names = (
+                "group_id",
+                "where",
+                "outcome",
+                "batch",
+                "round",
+                "size",
+                "version",
+                "data_source",
+                "ended_ms",
+            )
+            shown = {name: getattr(group, name) for name in names}
+            shown["rollouts"] = [member.rollout_index for member in group.members]
+            more = {"rewards": _rewards(group), "reason": why(group, run.manifest), "problem": group.problem}
+            print(json.dumps(shown | more))
     elif not groups:
         print(f"run {run.name} has no such groups")
     else:
@@ -121,15 +132,6 @@ def _cells(run: Run, group: SeenGroup) -> tuple[str, ...]:
 def _rewards(group: SeenGroup) -> list[float]:
     found = [member.reward for member in group.members if member.rollout_index in group.counting]
     return [reward for reward in found if reward is not None]
-
-
-def _as_json(run: Run, group: SeenGroup) -> dict[str, Any]:
-    return {
-        **{name: getattr(group, name) for name in ("group_id", "where", "outcome", "batch", "round", "size")},
-        **{"version": group.version, "data_source": group.data_source, "ended_ms": group.ended_ms},
-        **{"rollouts": [member.rollout_index for member in group.members], "rewards": _rewards(group)},
-        **{"reason": why(group, run.manifest), "problem": group.problem},
-    }
 
 
 # One group

@@ -34,8 +34,7 @@ def add_parser(subparsers: Any) -> None:
         description="Shows where every trajectory of a run is. The ledger is in trajectories: "
         "pushed = trained + dropped + dead + queued + in_flight.",
     )
-    add_one_shot_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    add_one_shot_options(parser, "one JSON object")
     parser.add_argument(
         "--check",
         action="store_true",

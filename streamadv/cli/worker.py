@@ -10,7 +10,7 @@ from ..extras import TO_COMPUTE
 from ..plugins import function_of
 from ..trajectory.columns import KNOWN_COLUMNS
 from ..trajectory.names import check_names
-from . import add_import_option, add_metrics_option, add_redis_options, settings_from
+from . import add_import_option, add_process_options, settings_from
 from .parser import names
 
 STAGES = {
@@ -27,8 +27,7 @@ def add_parser(subparsers: Any) -> None:
         worker = stages.add_parser(
             stage, help=text, description=f"One process that {text}. Start any number."
         )
-        add_redis_options(worker)
-        add_metrics_option(worker)
+        add_process_options(worker)
         if stage == "advantage":
             worker.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
             add_import_option(worker)

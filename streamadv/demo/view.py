@@ -35,11 +35,8 @@ class View:
 
 def line(progress: Progress) -> str:
     """One reading on one line."""
-    words = [
-        f"{progress.seconds:5.1f} s",
-        progress.phase,
-        f"update {progress.version}/{progress.settings.updates}",
-    ]
+    update = f"update {progress.version}/{progress.settings.updates}"
+    words = [f"{progress.seconds:5.1f} s", progress.phase, update]
     if progress.evaluations:
         words.append(f"success {[*progress.evaluations.values()][-1]:.1%}")
     if progress.updates:

@@ -68,10 +68,6 @@ class Front:
 
     def runner(self, shutdown_s: float) -> web.AppRunner:
         """Serves it. Whoever goes away cancels what he has asked for; bodies come as they are, see `_body`."""
-        options: dict[str, Any] = {"handler_cancellation": True, "auto_decompress": False, "access_log": None}
-        return web.AppRunner(self._app(), shutdown_timeout=shutdown_s, **options)
-
-    def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._answer_errors], client_max_size=self._options.max_body)
         for prefix in ("", _ROLLOUT, f"{_ROLLOUT}/a/{{agent}}"):
             for dialect in DIALECTS:
@@ -83,7 +79,8 @@ class Front:
         app.router.add_post("/v1/finish", self._finish)
         app.router.add_put("/engines/{number}/version", self._set_version)
         app.router.add_get("/healthz", self._health)
-        return app
+        options: dict[str, Any] = {"handler_cancellation": True, "auto_decompress": False, "access_log": None}
+        return web.AppRunner(app, shutdown_timeout=shutdown_s, **options)
 
     def _turn_in(self, dialect: Dialect) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:

@@ -57,11 +57,8 @@ class Live:
         """What the engine would have answered without a stream."""
         choices = [self._choices[index] for index in sorted(self._choices)]
         is_chat = self._head.get("object") == "chat.completion.chunk"
-        return {
-            **self._head,
-            "object": "chat.completion" if is_chat else "text_completion",
-            "choices": choices,
-        }
+        kind = "chat.completion" if is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
 
     async def finish(self) -> None:
         """The turn is kept."""

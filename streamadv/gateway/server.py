@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from ..errors import SettingError
 from ..messages import log_fields
 from ..producer.producer import Producer
 from ..settings import Settings
+from ..store.urls import host_and_port, is_loopback
 from .engines import Engines
 from .http import Front
 from .keys import Keys
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     def tls(self) -> ssl.SSLContext | None:
         """Raises SettingError for an address that others reach without TLS, or a certificate that cannot be read."""
         if self.tls_cert is None:
-            if not self.behind_proxy and not _is_loopback(self.host):
+            if not self.behind_proxy and not is_loopback(self.host):
                 raise SettingError(
                     f"--host {self.host} opens the gateway to the network, keys would travel in the clear: give "
                     f"--tls-cert and --tls-key, or say --behind-proxy if something in front of it speaks TLS"
@@ -60,13 +60,6 @@ class Place(NamedTuple):
                 f"--tls-cert {self.tls_cert}: {error}: give a certificate and its key, PEM"
             ) from None
         return context
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def serve(
@@ -91,10 +84,9 @@ async def serve(
             await runner.setup()
             _look_for_cycles_rarely()
             await _listen(runner, place, tls)
-            scheme = "http" if tls is None else "https"
             host, port = runner.addresses[0][:2]
             metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
-            ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+            ready(f"{'http' if tls is None else 'https'}://{host_and_port(host, port)}")
             await stop.wait()
             await _drain(front)
         finally:

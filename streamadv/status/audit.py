@@ -68,7 +68,8 @@ def _wrong_counters(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[s
 
 
 def _stray_keys(run: Run, keys: ShardKeys, stored: StoredData) -> Iterator[str]:
-    expected = {*stored.references, *_group_keys(keys, stored)}
+    groups = (*map(keys.group, stored.open_groups), *map(keys.dead_group, stored.dead_groups))
+    expected = {*stored.references, *groups}
     prefixes = (keys.payload(""), keys.output(""), keys.group(""), keys.dead_group(""))
     shard_keys = {
         key.decode(errors="backslashreplace")
@@ -115,7 +116,3 @@ def delete_run(connection: Connection, name: str) -> int:
     count += scripts.unlink(manifest_key(name))
     scripts.hdel(RUNS, name)
     return count
-
-
-def _group_keys(keys: ShardKeys, stored: StoredData) -> list[str]:
-    return [*map(keys.group, stored.open_groups), *map(keys.dead_group, stored.dead_groups)]

@@ -107,12 +107,6 @@ def kept_pages(shard: Shard, start: str = "-", *, back: bool = False) -> Iterato
         yield _seen(shard.index, "kept", page)
 
 
-def oldest_kept(shard: Shard) -> str | None:
-    """The oldest kept entry of a shard; None without any."""
-    first: Any = shard.connection.scripts.xrange(shard.keys.kept, "-", "+", 1)
-    return first[0][0].decode() if first else None
-
-
 def find_group(run: Run, group_id: str) -> SeenGroup | None:
     """The group of this id, wherever it is; of several kept ones the newest."""
     shard = run.shard_of(group_id)

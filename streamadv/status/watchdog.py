@@ -105,7 +105,13 @@ class Watchdog:
             status = replace(status, groups=replace(status.groups, since_batch=dict(ended)))
         self._blocked.because(*_reasons(status))
         self._check_losses(status, ended)
-        _check_budget(status)
+        # Producers may wait for bytes that only a commit frees, or nothing, while the trainer waits for producers.
+        if (reason := budget_reason(status)) is None:
+            return
+        if reason.name == "uncommitted":
+            raise UncommittedBudgetError(reason.line(status.run))
+        if status.quiet_s is not None and status.is_quiet:  # groups of another size might still find room
+            raise BatchBudgetError(reason.line(status.run))
 
     def _read_counters(self) -> None:
         self.counters = self._ended_before = None
@@ -159,14 +165,3 @@ def _loss(reason: str, count: int, status: Status) -> str:
         f"{count} groups {GIVES_UP_ON[reason]} since the last batch ({counts_as_text(outcomes)} in all): "
         f"{pasteable(REASONS[reason].remedy, status.run)}"
     )
-
-
-def _check_budget(status: Status) -> None:
-    """Raise if producers wait for bytes that only a commit frees, or nothing, while the trainer waits for producers."""
-    reason = budget_reason(status)
-    if reason is None:
-        return
-    if reason.name == "uncommitted":
-        raise UncommittedBudgetError(reason.line(status.run))
-    if status.quiet_s is not None and status.is_quiet:  # groups of another size might still find room
-        raise BatchBudgetError(reason.line(status.run))

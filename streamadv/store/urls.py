@@ -6,6 +6,7 @@ which everybody on the machine can read.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -245,3 +246,16 @@ def environment_with(url: str, environment: Mapping[str, str]) -> dict[str, str]
     hidden = {f"{PREFIX}REDIS_PASSWORD", f"{PREFIX}REDIS_PASSWORD_FILE", *tls.FILES.values()}
     visible = {name: value for name, value in environment.items() if name.upper() not in hidden}
     return visible | {f"{PREFIX}REDIS_URL": url}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As a URL has them."""
+    return f"{f'[{host}]' if ':' in host else host}:{port}"

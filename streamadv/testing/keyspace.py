@@ -19,7 +19,6 @@ from .values import (
     SortedSet,
     Status,
     Stream,
-    Value,
     command,
     real,
     score_text,
@@ -33,7 +32,7 @@ class Keyspace:
     def __init__(self, now_ms: Callable[[], int], info: Callable[[], str]) -> None:
         self.now_ms = now_ms
         self.info_text = info
-        self.data: dict[bytes, Value] = {}
+        self.data: dict[bytes, Any] = {}
         self.ends: dict[bytes, int] = {}  # when keys expire
         self.added: set[bytes] = set()  # streams that entries came to
 

@@ -113,8 +113,7 @@ class Blocking(_Play):
             except Busy:
                 self.world.sleep(0.5)
                 continue
-            for index, code in zip(indices, result.codes, strict=True):
-                self.pipeline.answers.note(self.life, self.asked, group, index, code)
+            self.noted(group, result.codes, indices[0])
             return
 
     def do_push(self) -> None:

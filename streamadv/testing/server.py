@@ -155,37 +155,24 @@ class Server:
         return replies
 
     def _once(self, name: bytes, arguments: Sequence[bytes]) -> Any:
-        match name:
-            case b"EVALSHA":
-                text = self._known.get(arguments[0])
-                if text is None:
-                    raise Refusal("NOSCRIPT No matching script. Please use EVAL.")
-                return self._script(text, arguments)
-            case b"EVAL":
-                text = arguments[0]
-                self._known[hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()] = text
-                return self._script(text, arguments)
-            case b"SCRIPT":
-                self.forget_scripts()
-                return OK
+        if name == b"SCRIPT":
+            self.forget_scripts()
+            return OK
+        if name not in (b"EVAL", b"EVALSHA"):
+            return self.in_script(name, arguments, has_written=False)
+        if name == b"EVAL":
+            text = arguments[0]
+            self._known[hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()] = text
+        elif (text := self._known.get(arguments[0], b"")) == b"":
+            raise Refusal("NOSCRIPT No matching script. Please use EVAL.")
+        count = int(arguments[1])
+        return scripts().run(self, text, arguments[2 : 2 + count], arguments[2 + count :])
+
+    def in_script(self, name: bytes, arguments: Sequence[bytes], has_written: bool) -> Any:
+        """A command, of a script or alone. has_written: it is not the script's first write. Raises Refusal."""
         command = COMMANDS.get(name)
         if command is None:
             raise Refusal(f"ERR unknown command '{name.decode()}'")
-        if command.writes:
-            self._check_writing(command.needs_memory)
-            self.keep(name, arguments)
-        return command.call(self.store, *arguments)
-
-    def _script(self, text: bytes, arguments: Sequence[bytes]) -> Any:
-        count = int(arguments[1])
-        keys, rest = arguments[2 : 2 + count], arguments[2 + count :]
-        return scripts().run(self, text, keys, rest)
-
-    def in_script(self, name: bytes, arguments: Sequence[bytes], has_written: bool) -> Any:
-        """A command of a script. has_written: it is not its first write. Raises Refusal."""
-        command = COMMANDS.get(name)
-        if command is None:
-            raise Refusal(f"ERR Unknown Redis command called from script: {name.decode()}")
         if command.writes:
             if not has_written or self.refusal != "oom":
                 self._check_writing(command.needs_memory)

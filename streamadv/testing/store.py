@@ -125,7 +125,7 @@ class Store(Keyspace):
                     continue
                 group.last = ids[-1]
             else:
-                own = [each for each in group.pending_in_order() if group.pending[each].consumer == consumer]
+                own = [each for each in sorted(group.pending) if group.pending[each].consumer == consumer]
                 ids = own[bisect_right(own, id_of(start)) :][:count]
             found.append([key, [_entry(stream, each) for each in ids]])
         return found or None
@@ -190,7 +190,7 @@ class Store(Keyspace):
     @command()
     def xpending(self, key: bytes, name: bytes, *args: bytes) -> Any:
         _, group = self._group(key, name, "XPENDING")
-        ids = group.pending_in_order()
+        ids = sorted(group.pending)
         if not args:
             owners: dict[bytes, int] = {}
             for pending in group.pending.values():

@@ -103,7 +103,7 @@ class _Runner:
             strand.carry_out()
             self.strand = None
             _idle.append(self)
-            strand.world.leave(strand)
+            strand.world.hand_over()
 
 
 _idle: list[_Runner] = []
@@ -196,24 +196,19 @@ class Scheduler:
         """Wait until this time, or until `wake`. Raises Killed."""
         strand = self.current
         assert strand is not None
-        if strand.process.dead:
-            raise Killed
+        self.check()
         if until < math.inf:
             self.wake(strand, until)
-        self._hand_over(strand)
-        if strand.process.dead:
-            raise Killed
-
-    def _hand_over(self, strand: Strand) -> None:
-        following = self._next()
-        if following is not strand:
-            (self._main if following is None else following.runner.turn).release()
+        if self.hand_over() is not strand:
             strand.runner.turn.acquire()
+        self.check()
 
-    def leave(self, strand: Strand) -> None:
-        """The strand has ended: somebody else goes on."""
-        following = self._next()
-        (self._main if following is None else following.runner.turn).release()
+    def hand_over(self) -> Strand | None:
+        """Let somebody go on who is not the caller; returns who."""
+        caller, following = self.current, self._next()
+        if following is None or following is not caller:
+            (self._main if following is None else following.runner.turn).release()
+        return following
 
     def _next(self) -> Strand | None:
         """Who goes on; calls that are due are made. None: the caller of `run`."""

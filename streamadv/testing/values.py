@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-Value = Any
 Id = tuple[int, int]
 
 LAST_ID: Final = (2**64 - 1, 2**64 - 1)
@@ -72,9 +71,6 @@ class ConsumerGroup:
         other.pending = {i: Pending(p.consumer, p.when, p.count) for i, p in self.pending.items()}
         other.consumers = dict(self.consumers)
         return other
-
-    def pending_in_order(self) -> list[Id]:
-        return sorted(self.pending)
 
 
 class Stream:
@@ -148,7 +144,7 @@ def score_text(score: float) -> bytes:
     return b"%d" % score if score == int(score) and abs(score) < 1e17 else b"%.17g" % score
 
 
-def copy_of(value: Value) -> Value:
+def copy_of(value: Any) -> Any:
     """A value that later writes leave alone."""
     if isinstance(value, SortedSet):
         return SortedSet(value)

@@ -195,7 +195,8 @@ class World(Scheduler):
         number = process.requests[strand] = process.requests[strand] + 1
         process.asked = self.time
         label = f"{process.name}/{strand}#{number}"
-        self._note(f"{self.time:.5f} {label} {_shown(commands)}")
+        shown = [f"{each[0].decode()} {each[1].decode()[:8] if len(each) > 1 else ''}" for each in commands]
+        self._note(f"{self.time:.5f} {label} {' '.join(shown)}")
         if self.is_calm:
             return ()
         chosen, process.due = process.due, ()
@@ -385,37 +386,26 @@ _DOORS: Final[Mapping[str, Callable[[World], Any]]] = {
 }
 
 
-def _shown(commands: Commands) -> str:
-    """A request in the trace."""
-    return " ".join(
-        f"{command[0].decode()} {command[1].decode()[:8] if len(command) > 1 else ''}" for command in commands
-    )
-
-
 def _rates(source: random.Random, faults: Sequence[str]) -> dict[str, float]:
     """How often each kind of fault is drawn for a request of this schedule: most schedules have a few kinds only."""
-    rates = {}
-    for kind in faults:
-        if kind in ("slow", "late"):
-            rates[kind] = source.choice((0.0, 0.0, 0.02, 0.1, 0.3))
-        elif kind in ("jump", "set"):
-            rates[kind] = source.choice((0.0,) * 4 + (0.001, 0.003))
-        else:
-            rates[kind] = source.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
-    return rates
+    delays, clocks = (0.0, 0.0, 0.02, 0.1, 0.3), ((0.0,) * 4 + (0.001, 0.003))
+    rates = {"slow": delays, "late": delays, "jump": clocks, "set": clocks}
+    others = (0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.03)
+    return {kind: source.choice(rates.get(kind, others)) for kind in faults}
+
+
+_JUMPS_S: Final = (-7200.0, -30.0, 30.0, 7200.0)
+#: What is drawn for a kind of fault, each from these.
+_GIVEN: Final[Mapping[str, tuple[Sequence[Any], ...]]] = {
+    "slow": (_SECONDS,),
+    "late": (_SECONDS,),
+    "pause": ((1.0, 5.0, 12.0, 35.0),),
+    "crash": ((0.0, 0.05, 0.3, 1.0, 2.0), (0.0, 0.1, 1.0, 5.0)),
+    "refuse": (("loading", "busy", "readonly", "misconf", "oom", "oom"), (0.1, 2.0, 10.0, 45.0)),
+    "jump": (_JUMPS_S,),
+    "set": (_JUMPS_S,),
+}
 
 
 def _drawn(kind: str, source: random.Random) -> list[Any]:
-    match kind:
-        case "slow" | "late":
-            return [kind, source.choice(_SECONDS)]
-        case "pause":
-            return [kind, source.choice((1.0, 5.0, 12.0, 35.0))]
-        case "crash":
-            return [kind, source.choice((0.0, 0.05, 0.3, 1.0, 2.0)), source.choice((0.0, 0.1, 1.0, 5.0))]
-        case "refuse":
-            what = source.choice(("loading", "busy", "readonly", "misconf", "oom", "oom"))
-            return [kind, what, source.choice((0.1, 2.0, 10.0, 45.0))]
-        case "jump" | "set":
-            return [kind, source.choice((-7200.0, -30.0, 30.0, 7200.0))]
-    return [kind]
+    return [kind, *map(source.choice, _GIVEN.get(kind, ()))]

@@ -31,15 +31,7 @@ from .again import compute_again
 from .board import Board
 from .book import PAGE, Book, Choice, Line, batches_of, facets, histogram
 from .pages import FOLDER, environment
-from .rollouts import (
-    MAX_MEMBERS,
-    batch_view,
-    find,
-    panel_text,
-    search,
-    side_by_side,
-    tokens_of,
-)
+from .rollouts import MAX_MEMBERS, batch_view, find, panel_text, search, side_by_side, tokens_of
 from .texts import Ids, open_tokenizer
 
 #: Seconds between two readings of the board, and until a server that says nothing is away.
@@ -289,15 +281,8 @@ class Screens:
         again, k = None, found["batch"]["k"] if found["batch"] else -1
         if chain is not None and k >= 0:
             again = await self._again.ask(lambda desk: compute_again(desk.run, k, chain.strip()))
-        return self._page(
-            "batch.html",
-            title="Batch",
-            reads_on=reads_on,
-            again=again,
-            presets=preset_names(),
-            page=PAGE,
-            **found,
-        )
+        found |= {"reads_on": reads_on, "again": again, "presets": preset_names(), "page": PAGE}
+        return self._page("batch.html", title="Batch", **found)
 
     async def prompts(self, request: web.Request) -> web.Response:
         sources, seen = await self._rows.ask(

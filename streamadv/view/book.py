@@ -22,7 +22,7 @@ from ..archive.folder import EntryId
 from ..errors import SettingError
 from ..messages import brief
 from ..run import Run, Shard
-from ..status.seen import PLACES, SeenGroup, Where, kept_pages, oldest_kept, read_groups_at
+from ..status.seen import PLACES, SeenGroup, Where, kept_pages, read_groups_at
 from ..status.why import why
 
 #: Lines of a page.
@@ -205,7 +205,8 @@ class _Kept:
             self.is_whole = not page
             if clock.now() >= until:
                 break
-        first = oldest_kept(self._shard)
+        oldest: Any = self._shard.connection.scripts.xrange(self._shard.keys.kept, "-", "+", 1)
+        first = oldest[0][0].decode() if oldest else None
         if first != self._first:
             self.lines = {
                 entry: line

@@ -35,14 +35,8 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
-        "num": number,
-        "ago": ago,
-        "size": size_text,
-        "seconds": seconds_text,
-        "line": printable,
-        "short": short,
-    }
+    made.filters |= {"num": number, "ago": ago, "size": size_text, "seconds": seconds_text}
+    made.filters |= {"line": printable, "short": short}
     made.globals |= {"link": link, "dots": dots, "points": points, "counted": counted, "compact": compact}
     return made
 
@@ -85,14 +79,8 @@ def dots(line: Line, low: float, high: float) -> list[tuple[int, float, str, str
         share = 0.5 if reward is None or high <= low else (reward - low) / (high - low)
         kind = "none" if reward is None else "high" if share > 0.5 else "low"
         label = f"rollout {index}: reward {'none' if reward is None else format(reward, 'g')}"
-        found.append(
-            (
-                place * DOT + 5,
-                round(HEIGHT - 4 - share * (HEIGHT - 8), 1),
-                kind if counts else f"{kind} out",
-                label,
-            )
-        )
+        y = round(HEIGHT - 4 - share * (HEIGHT - 8), 1)
+        found.append((place * DOT + 5, y, kind if counts else f"{kind} out", label))
     return found
 
 

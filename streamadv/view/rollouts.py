@@ -112,7 +112,13 @@ def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side
     there = {each.rollout_index for each in found}
     shown = found[start : start + MAX_MEMBERS]
     ids = [each.rows[0].input_ids for each in shown]
-    alike = _alike([_first_turn(each) for each in shown])
+    prompts = []
+    for each in shown:
+        turn = next(turns_of(each, 0, each.rows[0]))
+        prompts.append(each.rows[0].input_ids[: turn.stop if turn.kind == "prompt" else 0])
+    alike = (
+        bool(prompts) and len(prompts[0]) > 0 and all(np.array_equal(prompts[0], each) for each in prompts)
+    )
     members = []
     for number, each in enumerate(shown):
         other = ids[0 if number else min(1, len(ids) - 1)]
@@ -126,16 +132,6 @@ def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side
         prompt = _text(shown[0].rows[0], next(turns_of(shown[0], 0, shown[0].rows[0])), texts, None)
     gone = [member.rollout_index for member in group.members if member.rollout_index not in there]
     return Side(prompt, members, gone, max(0, len(found) - start - len(shown)))
-
-
-def _first_turn(trajectory: Trajectory) -> Array:
-    row = trajectory.rows[0]
-    turn = next(turns_of(trajectory, 0, row))
-    return row.input_ids[: turn.stop] if turn.kind == "prompt" else row.input_ids[:0]
-
-
-def _alike(prompts: Sequence[Array]) -> bool:
-    return bool(prompts) and len(prompts[0]) > 0 and all(np.array_equal(prompts[0], each) for each in prompts)
 
 
 def _first_difference(ids: Array, other: Array) -> int | None:
@@ -169,15 +165,9 @@ def tokens_of(trajectory: Trajectory, texts: Ids) -> dict[str, Any]:
     rows = []
     for number, row in enumerate(trajectory.rows):
         ids, columns = row.input_ids.tolist(), dict(_columns(trajectory, number, row))
-        rows.append(
-            {
-                "agent": row.agent or "",
-                "reward": row.reward,
-                "ids": ids,
-                "text": texts.pieces(ids),
-                "columns": {name: _rounded(values) for name, values in columns.items()},
-            }
-        )
+        shown = {name: _rounded(values) for name, values in columns.items()}
+        of_row = {"agent": row.agent or "", "reward": row.reward, "ids": ids, "text": texts.pieces(ids)}
+        rows.append({**of_row, "columns": shown})
     names = list(dict.fromkeys(name for row in rows for name in row["columns"]))
     kinds = {
         name: "diverging" if name in DIVERGING else "named" if name in NAMED else "rising" for name in names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
 import threading
@@ -15,7 +14,7 @@ from typing import Final
 from aiohttp import web
 
 from ..errors import SettingError
-from ..store.urls import secret_from
+from ..store.urls import host_and_port, is_loopback, secret_from
 from .app import Screens, make_app
 
 HOST: Final = "127.0.0.1"
@@ -34,7 +33,7 @@ def serving(
     Raises SettingError for a host of others without STREAMADV_VIEW_PASSWORD, or a port that is taken.
     """
     password = secret_from("VIEW_PASSWORD", os.environ)
-    if password is None and not _is_own(host):
+    if password is None and not is_loopback(host):
         raise SettingError(
             f"--host {host} shows rollouts to others: set STREAMADV_VIEW_PASSWORD or STREAMADV_VIEW_PASSWORD_FILE, or "
             f"leave --host out and use `ssh -L {port or PORT}:127.0.0.1:{port or PORT}`"
@@ -66,20 +65,12 @@ def serving(
     thread.start()
     ready.wait()
     try:
-        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
+        yield f"http://{host_and_port(host, bound)}/"
     finally:
         for end in ends:
             with suppress(RuntimeError):  # the loop is closed: it has ended by itself
                 end()
         thread.join()
-
-
-def _is_own(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

@@ -31,12 +31,8 @@ def read(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {
-        "name": tool["name"],
-        "parameters": tool["input_schema"],
-        "description": tool.get("description", ""),
-    }
-    return {"type": "function", "function": function}
+    said = {"name": tool["name"], "description": tool.get("description", "")}
+    return {"type": "function", "function": {**said, "parameters": tool["input_schema"]}}
 
 
 def _messages_of(role: str, content: Any) -> list[dict[str, Any]]:
@@ -76,10 +72,8 @@ def write(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Mapping[str, A
     parts = _parts(choice["message"])
     has_called = any(part["type"] == "tool_use" for part in parts)
     reason = _STOPS.get(choice.get("finish_reason"), "tool_use" if has_called else "end_turn")
-    tokens = {
-        "input_tokens": usage.get("prompt_tokens") or 0,
-        "output_tokens": usage.get("completion_tokens") or 0,
-    }
+    sampled, read_tokens = usage.get("completion_tokens") or 0, usage.get("prompt_tokens") or 0
+    tokens = {"input_tokens": read_tokens, "output_tokens": sampled}
     return {
         "id": f"msg_{answer.get('id')}", "type": "message", "role": "assistant", "model": answer.get("model"),
         "content": parts, "stop_reason": reason, "stop_sequence": None, "usage": tokens,
