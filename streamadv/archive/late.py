@@ -13,34 +13,17 @@ from ..advantage.results import BatchResults, parse_result
 from ..algorithms.chain import cut_chain
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
-from ..grouping.groups_log import LoggedGroup
-from ..grouping.layout import Layout, place
+from ..grouping.layout import place
 from ..run.kept import Numbers
 from ..status.seen import SeenGroup
 from ..store.keys import RunKeys
 from ..trainer.delivery import pack_share, run_late_chain
-from ..trainer.plan import Rank, Share, share_of
+from ..trainer.plan import Share
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets
 
 #: What was made of trajectories, by group and rollout_index.
 Made = dict[str, dict[int, list[Numbers]]]
-
-
-def late_share(record: BatchRecord, groups: Sequence[LoggedGroup], seen: Mapping[str, SeenGroup]) -> Share:
-    """What was trained on, as one rank has it. groups: sorted by id."""
-    left_out = {(group.group_id, index) for group in seen.values() for index in group.left_out}
-    rank = Rank(0, 1, torch.device("cpu"))
-    return share_of(Layout.of(groups), record.tokens_per_micro_batch, rank, left_out, record.keep_groups)
-
-
-def without_late(record: BatchRecord, share: Share, seen: Mapping[str, SeenGroup]) -> list[tuple[str, int]]:
-    """The trajectories whose late columns are not kept."""
-    return [
-        (group_id, index)
-        for group_id, index in map(share.own.identity, range(len(share.own)))
-        if not {*record.late} <= {name for name, *_ in seen[group_id].late.get(index, ())}
-    ]
 
 
 def late_needs(record: BatchRecord) -> list[str]:

@@ -18,17 +18,18 @@ from ..algorithms.chain import cut_chain
 from ..batch.record import BatchRecord, WorkItem, work_items
 from ..errors import StreamadvError, WireError
 from ..grouping.groups_log import LoggedGroup, parse_groups
+from ..grouping.layout import Layout
 from ..messages import first_problem
 from ..run.consumer import Entry
 from ..run.kept import RESULTS_OF, Numbers, unpack_results
 from ..status.kept import count_at
 from ..status.seen import KeptEntry, SeenGroup
-from ..trainer.plan import Share
+from ..trainer.plan import Rank, Share, share_of
 from ..trajectory.columns import Array
 from ..trajectory.members import offsets
 from ..trajectory.packet import StoredPacket
 from ..units import counted
-from .late import Made, compute_late, late_needs, late_share, without_late
+from .late import Made, compute_late, late_needs
 from .source import Source
 
 #: Groups that a message names.
@@ -50,13 +51,21 @@ class KeptBatch:
 
     @cached_property
     def share(self) -> Share:
-        """What was trained on."""
-        return late_share(self.record, list(self.groups.values()), self.seen)
+        """What was trained on, as one rank has it."""
+        left_out = {(group.group_id, index) for group in self.seen.values() for index in group.left_out}
+        layout, rank = Layout.of(list(self.groups.values())), Rank(0, 1, torch.device("cpu"))
+        return share_of(layout, self.record.tokens_per_micro_batch, rank, left_out, self.record.keep_groups)
 
     @cached_property
     def without_late(self) -> list[tuple[str, int]]:
         """The trajectories whose late columns are not there."""
-        return without_late(self.record, self.share, self.seen) if self.record.late else []
+        late, share = {*self.record.late}, self.share if self.record.late else None
+        members = map(share.own.identity, range(len(share.own))) if share else ()
+        return [
+            (group_id, index)
+            for group_id, index in members
+            if not late <= {name for name, *_ in self.seen[group_id].late.get(index, ())}
+        ]
 
     def about(self) -> list[str]:
         """What is there of it, in lines."""

@@ -81,7 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {}
     if arguments.stage == "scorer":
         own = ("name", "columns", "batch_size", "timeout_s", "tries", "whole_groups", "lease_s")
-        given = {name: getattr(arguments, name) for name in own}
-        options = {name: value for name, value in given.items() if value is not None}
+        options = {name: value for name in own if (value := getattr(arguments, name)) is not None}
         options["function"] = function_of(arguments.function)
     return int(module.main(settings_from(arguments), **options))

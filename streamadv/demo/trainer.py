@@ -58,7 +58,16 @@ def main(arguments: list[str]) -> int:
         if version % CHECKPOINT_EVERY == 0:
             save(queue, checkpoints, policy, optimizer)
             committed = version
-        messages.send("update", version=version, **report(batch, kl))
+        staleness = [value for value in batch.staleness if value is not None]
+        messages.send(  # what the supervisor shows of it
+            "update",
+            version=version,
+            reward=batch.metrics["critic/score/mean"],
+            kl=kl,
+            trajectories=len(staleness),
+            staleness_sum=sum(staleness),
+            staleness_max=max(staleness, default=0),
+        )
     if version != committed:
         save(queue, checkpoints, policy, optimizer)
     queue.close()
@@ -75,18 +84,6 @@ def save(queue: Any, checkpoints: Path, policy: Policy, optimizer: torch.optim.O
     """What the checkpoint holds is trained: only now is the data deleted."""
     with queue.checkpoint(checkpoints, keep=1) as path:
         save_learning(path / LEARNING, policy, optimizer)
-
-
-def report(batch: Any, kl: float) -> dict[str, Any]:
-    """What the supervisor shows of one update."""
-    staleness = [value for value in batch.staleness if value is not None]
-    return {
-        "reward": batch.metrics["critic/score/mean"],
-        "kl": kl,
-        "trajectories": len(staleness),
-        "staleness_sum": sum(staleness),
-        "staleness_max": max(staleness, default=0),
-    }
 
 
 if __name__ == "__main__":

@@ -97,22 +97,19 @@ def _walk_streams(run: Run, keys: ShardKeys, stored: StoredData) -> None:
             stored.packets[counter] += 1
             stored.trajectories[counter] += fields.get(b"members", b"").count(b"\n")
             stored.refer(stored.payloads, fields.get(b"payload", b""), fields.get(b"bytes", b""), place)
-            if problem := _entry_problem(run, shard, fields):
+            try:
+                packet = read_packet(run, shard, fields)
+                own = (fields[b"table"], fields[b"bytes"]) if packet.payload else None
+                problem = None if own is None else _table_problem(packet.members, *own)
+            except WireError as error:
+                problem = str(error)
+            if problem:
                 stored.problems.append(f"{place}: {problem}")
     for entry, fields in _entries(run, keys.results):
         output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
         late: Any = run.connection.scripts.hget(output, "late_bytes") if output else None
         size = b"%d" % (int(size) + as_count(late)) if late and size.isdigit() else size
         stored.refer(stored.outputs, output, size, f"entry {entry} of results")
-
-
-def _entry_problem(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> str | None:
-    """Why an entry of a stream is no packet, or None."""
-    try:
-        packet = read_packet(run, shard, fields)
-    except WireError as error:
-        return str(error)
-    return _table_problem(packet.members, fields[b"table"], fields[b"bytes"]) if packet.payload else None
 
 
 def _table_problem(members: list[MemberLine], table: bytes, size: bytes) -> str | None:

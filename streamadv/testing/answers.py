@@ -91,9 +91,8 @@ class Answers:
         )
         if nobody_knew(self._pipeline) or are_open:
             seconds -= self._pipeline.scene.deadline_s
-        if (
-            self._pipeline.scene.is_narrow
-        ):  # free slots of groups that a lost producer has begun hold room until their deadline
+        # Free slots of groups that a lost producer has begun hold room until their deadline.
+        if self._pipeline.scene.is_narrow:
             seconds -= max(self._pipeline.scene.deadline_s, SLOW_S)
         if seconds > ADMISSION_S and not life.process.dead:
             self._pipeline.violate(f"P9: {life.name} waited {seconds:.0f} s for admission")

@@ -167,12 +167,10 @@ def _kept_otherwise(pipeline: Pipeline, run: Run, counters: Counter[str]) -> Ite
     ended = {"trained": counters["trained"] + counters["dropped:baseline"] + counters["dropped:oversize"]}
     ended |= {reason: counters[f"dropped:{reason}"] for reason in GROUP_REASONS}
     has_archive = pipeline.scene.archive
-    may_lack = (
-        pipeline.world.was_full and not has_archive
-    )  # above maxmemory nothing is kept, and the oldest go
-    if (
-        has_archive and pipeline.world.lost
-    ):  # the files have what the server has lost, and maybe as it ended first
+    # Above maxmemory nothing is kept, and the oldest go.
+    may_lack = pipeline.world.was_full and not has_archive
+    # The files have what the server has lost, and maybe as it ended first.
+    if has_archive and pipeline.world.lost:
         if sum(kept[reason] for reason in ended) + lacking < sum(ended.values()):
             yield f"archive: {dict(kept)} of {ended}"
         return
@@ -277,9 +275,8 @@ def _missing(pipeline: Pipeline, weights: set[Place]) -> Iterator[str]:
             digits = text.decode()[1:]
             ended |= {(group_id.decode(), index) for index, digit in enumerate(digits) if digit == "1"}
     whole = [] if _was_stopped(pipeline) else whole_groups(pipeline)
-    if (
-        pipeline.scene.each_batch
-    ):  # a batch counts as trained when the next one is asked for, whatever was saved
+    # A batch counts as trained when the next one is asked for, whatever was saved.
+    if pipeline.scene.each_batch:
         weights = weights | set(pipeline.trained)
     for place, acknowledged in sorted(pipeline.acknowledged.items()):
         if not (

@@ -256,25 +256,12 @@ class Keyspace:
     # Sorted sets
 
     @command(needs_memory=True)
-    def zadd(self, key: bytes, *args: bytes) -> Any:
-        flags, rest = set[bytes](), list(args)
-        while rest and rest[0].upper() in (b"NX", b"XX", b"GT", b"LT", b"CH"):
-            flags.add(rest.pop(0).upper())
-        pairs = [(real(score), member) for score, member in zip(rest[::2], rest[1::2], strict=True)]
-        members, added, changed = self._make(key, SortedSet), 0, 0
-        for score, member in pairs:
-            before = members.get(member)
-            if (b"NX" in flags and before is not None) or (b"XX" in flags and before is None):
-                continue
-            if before is not None and (
-                (b"GT" in flags and score <= before) or (b"LT" in flags and score >= before)
-            ):
-                continue
-            added += before is None
-            changed += before is not None and before != score
-            members[member] = score
-        self._tidy(key, members)
-        return added + changed if b"CH" in flags else added
+    def zadd(self, key: bytes, *pairs: bytes) -> Any:
+        scores = {name: real(score) for score, name in zip(pairs[::2], pairs[1::2], strict=True)}
+        members = self._make(key, SortedSet)
+        before = len(members)
+        members.update(scores)
+        return len(members) - before
 
     @command(writes=True)
     def zrem(self, key: bytes, *names: bytes) -> Any:

@@ -84,14 +84,13 @@ class Scripts:
             return int(value)
         if lupa.lua_type(value) != "table":
             return value
-        for name in (b"err", b"ok"):
-            if (text := value[name]) is not None:
-                if name == b"ok":
-                    return Status(text)
-                refusal = Refusal(text.decode(errors="replace"))
-                if outermost:
-                    raise refusal
-                return refusal
+        if (text := value[b"err"]) is not None:
+            refusal = Refusal(text.decode(errors="replace"))
+            if outermost:
+                raise refusal
+            return refusal
+        if (text := value[b"ok"]) is not None:
+            return Status(text)
         items: list[Any] = []
         while (item := value[len(items) + 1]) is not None:
             items.append(self._reply(item))

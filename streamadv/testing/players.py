@@ -88,9 +88,8 @@ class Blocking(_Play):
 
     def carry_out(self, kind: str) -> None:
         self.asked = self.world.time
-        with suppress(
-            GroupEndedError, RunEndedError
-        ):  # done by an earlier life, or the run has ended meanwhile
+        # Done by an earlier life, or the run has ended meanwhile.
+        with suppress(GroupEndedError, RunEndedError):
             getattr(self, f"do_{kind}")()
         self.pipeline.answers.waited(self.life, self.asked + self.played_s)
         self.pipeline.answers.played(kind, self.asked)
