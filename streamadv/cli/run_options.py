@@ -43,10 +43,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     pacing = parser.add_argument_group("pacing until a trainer says its own")
     pacing.add_argument("--batch-groups", type=count, metavar="N", help="groups of a batch")
     pacing.add_argument(
-        "--max-staleness",
-        type=count_or_none,
-        metavar="N",
-        help="(N + 1) x batch_groups groups may be begun",
+        "--max-staleness", type=count_or_none, metavar="N", help="(N + 1) x batch_groups groups may be begun"
     )
 
 

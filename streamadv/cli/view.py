@@ -53,11 +53,7 @@ def view(arguments: argparse.Namespace) -> None:
     settings = settings_from(arguments)
     open_tokenizer(arguments.tokenizer, None)  # a wrong one is an error now, not on the first page
     with serving(
-        settings.url,
-        settings.run,
-        host=arguments.host,
-        port=arguments.port,
-        tokenizer=arguments.tokenizer,
+        settings.url, settings.run, host=arguments.host, port=arguments.port, tokenizer=arguments.tokenizer
     ) as address:
         print(address, flush=True)
         if arguments.open:

@@ -22,18 +22,7 @@ from ..store.replies import as_count, as_int, as_texts
 from ..store.retry import RETRYABLE, NotNowError
 from .activity import Activity, read_activity, read_producers, read_staleness
 from .evaluations import newest, read_evaluations
-from .model import (
-    Admission,
-    Bytes,
-    Groups,
-    Ledger,
-    Places,
-    Server,
-    Status,
-    Stream,
-    Trainer,
-    TrainerState,
-)
+from .model import Admission, Bytes, Groups, Ledger, Places, Server, Status, Stream, Trainer, TrainerState
 from .prompts import read_progress
 from .shard import ShardState, problems_of, read_shards
 

@@ -7,19 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .keyspace import Keyspace
-from .values import (
-    LAST_ID,
-    OK,
-    ConsumerGroup,
-    Id,
-    Pending,
-    Refusal,
-    Stream,
-    command,
-    id_of,
-    id_text,
-    whole,
-)
+from .values import LAST_ID, OK, ConsumerGroup, Id, Pending, Refusal, Stream, command, id_of, id_text, whole
 
 
 class Store(Keyspace):

@@ -74,11 +74,7 @@ class World(Scheduler):
     """
 
     def __init__(
-        self,
-        seed: int | str = 0,
-        *,
-        choices: Mapping[str, Any] | None = None,
-        faults: Sequence[str] = KINDS,
+        self, seed: int | str = 0, *, choices: Mapping[str, Any] | None = None, faults: Sequence[str] = KINDS
     ) -> None:
         super().__init__()
         self.plan = Plan(seed, choices)
