@@ -67,7 +67,7 @@ class Alone:
         if self._queue is not None:
             self._queue.close()
         self._producer.close()
-        delete_run(self.run)
+        delete_run(self.connection, self.run.name)
         self.connection.close()
 
     @property

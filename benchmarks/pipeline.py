@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamadv.errors import ProcessEndedError
-from streamadv.run import find_run
 from streamadv.status.audit import delete_run
 from streamadv.store.connection import Connection
 
@@ -179,7 +178,7 @@ def pipeline_crew(url: str, line: Line, ways: Sequence[Way] = ("push",)) -> Crew
 def clean_up(url: str, line: Line) -> None:
     """Leave a server that is not ours as it was."""
     with Connection(url) as connection:
-        delete_run(find_run(connection, line.run))
+        delete_run(connection, line.run)
         keys = connection.scripts.scan_iter(match=f"streamadv-bench:{line.run}:*", count=1000)
         for key in keys:
             connection.scripts.unlink(key)

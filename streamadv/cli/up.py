@@ -175,28 +175,6 @@ def _write_example(arguments: argparse.Namespace) -> None:
     say(f"run it: cd {arguments.example} && streamadv up")
 
 
-class _OwnServer:
-    """Looks after the server that `up` has started: whether it runs, and who uses it for another run."""
-
-    def __init__(self, server: EmbeddedServer, run: str) -> None:
-        self._server, self._run = server, run
-        self._connection = Connection(server.url, reply_timeout=LOOK_S)
-        self._look_due = clock.now() + LOOK_S
-        self._said: set[str] = set()
-
-    def check(self) -> None:
-        """Raises ServerError once the server has ended."""
-        self._server.check()
-        if clock.now() < self._look_due:
-            return
-        self._look_due = clock.now() + LOOK_S
-        with suppress(*SERVER_ERRORS):  # the next look finds it
-            for line in who_is_elsewhere(self._connection, self._run):
-                if line not in self._said:
-                    self._said.add(line)
-                    say(line)
-
-
 def _server(
     settings: Settings, arguments: argparse.Namespace, stack: ExitStack
 ) -> tuple[str, str, Callable[[], object]]:
@@ -217,4 +195,20 @@ def _server(
             password=settings.password,
         )
     )
-    return server.url, server.open_url, _OwnServer(server, settings.run).check
+    connection, said = Connection(server.url, reply_timeout=LOOK_S), set[str]()
+    look_due = clock.now() + LOOK_S
+
+    def check() -> None:
+        """Whether the server runs, and who uses it for another run."""
+        nonlocal look_due
+        server.check()
+        if clock.now() < look_due:
+            return
+        look_due = clock.now() + LOOK_S
+        with suppress(*SERVER_ERRORS):  # the next look finds it
+            for line in who_is_elsewhere(connection, settings.run):
+                if line not in said:
+                    said.add(line)
+                    say(line)
+
+    return server.url, server.open_url, check

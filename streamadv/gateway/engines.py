@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import orjson
@@ -16,6 +16,9 @@ from .. import clock
 from ..integrations.engines.client import AGAIN
 from ..messages import log_fields, one_line
 from .refusals import RefusedError, unavailable
+
+if TYPE_CHECKING:
+    from .sessions import Session
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +57,6 @@ class CommandError(Exception):
     """An engine has not done what it was told."""
 
 
-class Placed(Protocol):
-    """A rollout, which stays with its engine for the sake of the prefix cache."""
-
-    name: str
-    engine: Engine | None
-
-
 class Engines:
     """All engines. One event loop."""
 
@@ -94,7 +90,7 @@ class Engines:
         if self._http is not None:
             await self._http.close()
 
-    async def ask(self, rollout: Placed, path: str, body: Mapping[str, Any]) -> tuple[Any, int | None]:
+    async def ask(self, rollout: Session, path: str, body: Mapping[str, Any]) -> tuple[Any, int | None]:
         """The answer of the rollout's engine, or of another one that takes it over, and the version it began with.
 
         Raises RefusedError.
@@ -104,7 +100,7 @@ class Engines:
 
     async def stream(
         self,
-        rollout: Placed,
+        rollout: Session,
         path: str,
         body: Mapping[str, Any],
         take: Callable[[Mapping[str, Any]], Awaitable[None]],
@@ -125,7 +121,7 @@ class Engines:
         return version
 
     @asynccontextmanager
-    async def _in_time(self, rollout: Placed) -> AsyncIterator[None]:
+    async def _in_time(self, rollout: Session) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._answer_s):
                 yield
@@ -135,7 +131,7 @@ class Engines:
             raise unavailable(f"no engine has answered within {self._answer_s:g} s") from None
 
     async def _ask(
-        self, rollout: Placed, post: Callable[[Engine], Awaitable[tuple[int, Any]]]
+        self, rollout: Session, post: Callable[[Engine], Awaitable[tuple[int, Any]]]
     ) -> tuple[Any, int | None]:
         problem = ""
         for number in range(TRIES):
@@ -161,14 +157,14 @@ class Engines:
                 self._rest(engine)
         raise unavailable(f"no engine answers: {problem}")
 
-    def release(self, rollout: Placed) -> None:
+    def release(self, rollout: Session) -> None:
         """The rollout asks no more."""
         if rollout.engine is not None:
             rollout.engine.rollouts -= 1
             rollout.engine = None
 
-    def place(self, rollout: Placed) -> Engine:
-        """The engine that the rollout asks."""
+    def place(self, rollout: Session) -> Engine:
+        """The engine that the rollout asks. It stays with it, for the sake of the prefix cache."""
         now = clock.now()
         if rollout.engine is not None and rollout.engine.down_until <= now:
             return rollout.engine
@@ -224,7 +220,7 @@ class Engines:
             if self._load is not None:
                 await self._load(self)
 
-    async def know(self, rollout: Placed) -> Engine:
+    async def know(self, rollout: Session) -> Engine:
         """The rollout's engine, asked what it can do if it was away when the gateway began."""
         engine = self.place(rollout)
         if not engine.is_known:

@@ -18,7 +18,6 @@ from .values import (
     Refusal,
     SortedSet,
     Status,
-    Stream,
     command,
     real,
     score_text,
@@ -80,14 +79,6 @@ class Keyspace:
     def info(self, *_: bytes) -> Any:
         return self.info_text().encode()
 
-    @command()
-    def config(self, *_: bytes) -> Any:
-        return []
-
-    @command()
-    def client(self, *_: bytes) -> Any:
-        return OK
-
     # Keys
 
     @command()
@@ -107,12 +98,6 @@ class Keyspace:
         for key in keys:
             self._expire(key)
         return sum(key in self.data for key in keys)
-
-    @command()
-    def type(self, key: bytes) -> Any:
-        self._expire(key)
-        names = {dict: b"hash", list: b"list", SortedSet: b"zset", Stream: b"stream", bytes: b"string"}
-        return Status(names.get(type(self.data.get(key)), b"none"))
 
     @command(writes=True)
     def _del(self, *keys: bytes) -> Any:
@@ -155,21 +140,11 @@ class Keyspace:
             return -2
         return self.ends[key] - self.now_ms() if key in self.ends else -1
 
-    @command()
-    def memory(self, *_: bytes) -> Any:
-        return 100
-
     # Strings
 
     @command()
     def get(self, key: bytes) -> Any:
         return self._get(key, bytes)
-
-    @command(needs_memory=True)
-    def set(self, key: bytes, value: bytes) -> Any:
-        self._drop(key)
-        self.data[key] = value
-        return OK
 
     @command()
     def getrange(self, key: bytes, first: bytes, last: bytes) -> Any:
@@ -203,15 +178,9 @@ class Keyspace:
 
     @command(needs_memory=True)
     def hincrby(self, key: bytes, field: bytes, by: bytes) -> Any:
-        added = whole(by)
-        fields = self._get(key, dict) or {}
-        try:
-            total = whole(fields.get(field, b"0")) + added
-        except Refusal:
-            raise Refusal("ERR hash value is not an integer") from None
-        if not -(2**63) <= total < 2**63:
-            raise Refusal("ERR increment or decrement would overflow")
-        self._make(key, dict)[field] = b"%d" % total
+        fields = self._make(key, dict)
+        total = whole(fields.get(field, b"0")) + whole(by)
+        fields[field] = b"%d" % total
         return total
 
     @command(writes=True)

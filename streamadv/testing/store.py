@@ -15,47 +15,24 @@ class Store(Keyspace):
 
     @command(needs_memory=True)
     def xadd(self, key: bytes, *args: bytes) -> Any:
-        rest, limit, makes = list(args), None, True
-        while rest and rest[0].upper() in (b"MAXLEN", b"NOMKSTREAM"):
-            if rest.pop(0).upper() == b"NOMKSTREAM":
-                makes = False
-                continue
-            if rest[0] in (b"=", b"~"):
-                rest.pop(0)
+        rest, limit = list(args), None
+        if rest[0].upper() == b"MAXLEN":
+            rest = rest[2 if rest[1] == b"~" else 1 :]
             limit = whole(rest.pop(0))
-        wanted, fields = rest[0], rest[1:]
-        if not fields or len(fields) % 2:
-            raise Refusal("ERR wrong number of arguments for 'xadd' command")
-        stream = self._get(key, Stream)
-        if stream is None and not makes:
-            return None
-        last = stream.last if stream is not None else (0, 0)
-        entry = self._next_id(wanted, last)
+        wanted, *fields = rest
+        if wanted != b"*" or not fields or len(fields) % 2:
+            raise Refusal("ERR this world knows XADD with `*`, and pairs of fields and values")
         stream = self._make(key, Stream)
+        now, (last_ms, number) = self.now_ms(), stream.last
+        stream.last = entry = (now, 0) if now > last_ms else (last_ms, number + 1)
         stream.ids.append(entry)
         stream.entries[entry] = fields
-        stream.last = entry
         if limit is not None:
             for gone in stream.ids[: max(0, len(stream.ids) - limit)]:
                 del stream.entries[gone]
             stream.ids = stream.ids[-limit:] if limit else []
         self.added.add(key)
         return id_text(entry)
-
-    def _next_id(self, wanted: bytes, last: Id) -> Id:
-        if last == LAST_ID:
-            raise Refusal(
-                "ERR The stream has exhausted the last possible ID, unable to add more items"
-                if wanted == b"*"
-                else "ERR The ID specified in XADD is equal or smaller than the target stream top item"
-            )
-        if wanted == b"*":
-            now = self.now_ms()
-            return (now, 0) if now > last[0] else _following(last)
-        entry = id_of(wanted)
-        if entry <= last:
-            raise Refusal("ERR The ID specified in XADD is equal or smaller than the target stream top item")
-        return entry
 
     @command(writes=True)
     def xdel(self, key: bytes, *names: bytes) -> Any:
@@ -144,9 +121,6 @@ class Store(Keyspace):
                 for each in gone:
                     del group.pending[each]
                 return len(gone)
-            case b"DESTROY":
-                stream = self._get(key, Stream)
-                return int(stream is not None and stream.groups.pop(name, None) is not None)
         raise Refusal(f"ERR unknown subcommand '{what.decode()}'")
 
     @command(writes=True)
@@ -222,10 +196,6 @@ class Store(Keyspace):
             ]
             for name, heard in sorted(group.consumers.items())
         ]
-
-
-def _following(entry: Id) -> Id:
-    return (entry[0], entry[1] + 1) if entry[1] < LAST_ID[1] else (entry[0] + 1, 0)
 
 
 def _between(ids: list[Id], first: bytes, last: bytes) -> list[Id]:
