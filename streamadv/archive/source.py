@@ -69,16 +69,15 @@ class FolderSource:
         for packet in packets:
             group_id = self._places[packet.key][1]
             indices = packet.members.table["index"].tolist()
-            yield _packet_of(packet, [row for index in indices for row in rows.get((group_id, index), [])])
+            found = [row for index in indices for row in rows.get((group_id, index), [])]
+            if len(found) != len(packet.members.rows["tokens"]):
+                yield FetchedPacket(packet, {}, problem="its rows are not in the archive")
+                continue
+            common = set.intersection(*map(set, found))
+            yield FetchedPacket(
+                packet, {name: np.concatenate([row[name] for row in found]) for name in common}
+            )
 
 
 #: Kept groups, and the payloads that belong to them.
 Source = RunSource | FolderSource
-
-
-def _packet_of(packet: StoredPacket, rows: Sequence[dict[str, Array]]) -> FetchedPacket:
-    """A packet from the rows of its members."""
-    if len(rows) != len(packet.members.rows["tokens"]):
-        return FetchedPacket(packet, {}, problem="its rows are not in the archive")
-    names = set.intersection(*map(set, rows))
-    return FetchedPacket(packet, {name: np.concatenate([row[name] for row in rows]) for name in names})

@@ -97,20 +97,19 @@ class Lakes:
         """Start an episode on each map; returns the positions (0..15)."""
         if list(maps) != self._maps:
             self._maps = list(maps)
-            self._environments = [_make(lake) for lake in maps]
+            self._environments = [
+                gymnasium.make(
+                    "FrozenLake-v1",
+                    desc=list(lake),
+                    is_slippery=False,
+                    max_episode_steps=MAX_TURNS,
+                    disable_env_checker=True,  # checks spaces, not dynamics, and costs as much as the step
+                )
+                for lake in maps
+            ]
         return [int(environment.reset()[0]) for environment in self._environments]
 
     def step(self, index: int, action: int) -> tuple[int, float, bool, bool]:
         """One action in environment `index`: position, reward, terminated, truncated."""
         position, reward, terminated, truncated, _ = self._environments[index].step(action)
         return int(position), float(reward), bool(terminated), bool(truncated)
-
-
-def _make(lake: Map) -> gymnasium.Env[Any, Any]:
-    return gymnasium.make(
-        "FrozenLake-v1",
-        desc=list(lake),
-        is_slippery=False,
-        max_episode_steps=MAX_TURNS,
-        disable_env_checker=True,  # checks spaces, not dynamics, and costs as much as the step
-    )

@@ -149,8 +149,7 @@ class Transport(asyncio.Transport):
             if not self._loop.is_closed():
                 self._loop.call_soon(self._protocol.connection_lost, None)
 
-    def abort(self) -> None:
-        self.close()
+    abort = close
 
 
 class AsyncConnection(redis.asyncio.connection.Connection):

@@ -111,33 +111,24 @@ class Pipeline:
         self.violations: list[str] = []
         self.folder = Path()  # of checkpoints and the archive, while it plays
         self.archived: list[Record] = []
-        self.forgotten: list[float] = []
-        """When the server lost writes, and the run has not noted its servers."""
-        self.prompts_over: list[float] = []
-        """When producers were told that all prompts have ended."""
-        self.left: list[Any] = []
-        """Iterators over prompts that their producers have left, and nobody closes."""
-        self.played_late = False
-        """Whether a group begun ahead had to wait for longer than its deadline."""
+        self.forgotten: list[float] = []  # when the server lost writes, and the run has not noted its servers
+        self.prompts_over: list[float] = []  # when producers were told that all prompts have ended
+        self.left: list[Any] = []  # iterators over prompts that their producers have left, and nobody closes
+        self.played_late = False  # whether a group begun ahead had to wait for longer than its deadline
         self.ended = False
-        self.named: dict[int, tuple[Place, ...]] = {}
-        """Batch -> what was trained as it last."""
-        self.stopped_at = math.inf
-        """When the trainer had ended the run before its time."""
+        self.named: dict[int, tuple[Place, ...]] = {}  # batch -> what was trained as it last
+        self.stopped_at = math.inf  # when the trainer had ended the run before its time
         self.committed = 0
         """Batches below this one are committed, where each is when the next one is asked for."""
-        self.was_stateless = False
-        """Whether a job has begun without a checkpoint after there were commits."""
-        self.opened_at = 0.0
-        """When the newest job had got the run."""
+        self.was_stateless = False  # whether a job has begun without a checkpoint after there were commits
+        self.opened_at = 0.0  # when the newest job had got the run
         self.end_is_lost = False
         """Whether the server has lost that the trainer has ended the run: the next trainer finds what comes then."""
         self.closing_at = math.inf
         """When the trainer saved its last checkpoint, after which it names nothing more."""
         self.job_ends: list[float] = []
         self.jobs = 0
-        self.all_back = 0.0
-        """When the last of those who were killed starts again."""
+        self.all_back = 0.0  # when the last of those who were killed starts again
         self._jobs: list[Job] = []
 
     # The whole

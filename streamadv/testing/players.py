@@ -42,11 +42,9 @@ class _Play:
         self.producer = producer
         self.life = life
         self.prefix = prefix
-        self.plays = plays
-        """Seconds of one rollout."""
+        self.plays = plays  # seconds of one rollout
         self.asked = self.world.time
-        self.played_s = 0.0
-        """Seconds of the operation that were no waiting."""
+        self.played_s = 0.0  # seconds of the operation that were no waiting
         self.reward: dict[str, Any] = {"reward_later": True} if pipeline.scene.scored else {}
         self.needed: dict[str, Any] = {"ref_log_probs": [-1.0] * 5} if pipeline.scene.needs else {}
 

@@ -35,18 +35,12 @@ class Life:
     name: str
     process: Process
     opened: float
-    closed: float | None = None
-    """When it began to leave."""
-    left: float | None = None
-    """When it had."""
-    is_unheard: bool = False
-    """Whether it has left without the server having heard of it."""
-    leaves_open: bool = False
-    """Whether somebody who was given groups of it left them as they were."""
-    finishes: bool = False
-    """Whether it has begun to say that no more comes."""
-    finished: float | None = None
-    """When it had said so."""
+    closed: float | None = None  # when it began to leave
+    left: float | None = None  # when it had
+    is_unheard: bool = False  # whether it has left without the server having heard of it
+    leaves_open: bool = False  # whether somebody who was given groups of it left them as they were
+    finishes: bool = False  # whether it has begun to say that no more comes
+    finished: float | None = None  # when it had said so
 
     @property
     def end(self) -> float:
@@ -74,15 +68,12 @@ class Group:
     size: int
     begun: float
     deadline_s: float
-    whole: bool = True
-    """Whether all its rollouts are pushed, so that it has to be trained on."""
+    whole: bool = True  # whether all its rollouts are pushed, so that it has to be trained on
     role: str = "train"
     scores: list[Acknowledged] = field(default_factory=list)
     """When its rewards had come, where its producer brings them."""
-    touches: list[Acknowledged] = field(default_factory=list)
-    """When its deadline was put off."""
-    image: bool = False
-    """Whether it was begun with the columns IMAGE."""
+    touches: list[Acknowledged] = field(default_factory=list)  # when its deadline was put off
+    image: bool = False  # whether it was begun with the columns IMAGE
 
     @property
     def places(self) -> list[Place]:
@@ -94,8 +85,7 @@ class Scene:
     """The plan of one schedule, drawn under labels that begin with "scene/"."""
 
     producers: list[dict[str, Any]]
-    trainer_late_s: float
-    """When the first job starts: until then nothing paces the producers."""
+    trainer_late_s: float  # when the first job starts: until then nothing paces the producers
     ranks: int
     batch_groups: int
     max_staleness: int | None
@@ -106,31 +96,22 @@ class Scene:
     workers: int
     redundancy: int
     scored: bool
-    needs: bool
-    """Whether the chain needs a column, so that groups without it become dead letters."""
-    is_narrow: bool
-    """Whether the run has room for eight rollouts of the greatest size, else for very many."""
-    archive: bool
-    """Whether the run keeps everything until it is archived."""
-    prompts: int
-    """How many prompts all producers play for two epochs, after what each does by itself."""
-    more_prompts: int
-    """How many prompts of another set they play at the same time."""
+    needs: bool  # whether the chain needs a column, so that groups without it become dead letters
+    is_narrow: bool  # whether the run has room for eight rollouts of the greatest size, else for very many
+    archive: bool  # whether the run keeps everything until it is archived
+    prompts: int  # how many prompts all producers play for two epochs, after what each does by itself
+    more_prompts: int  # how many prompts of another set they play at the same time
     groupers: int
     successor_s: float
     """When a launcher that has lost sight of the job starts another one beside it; 0 = never."""
-    stops_after: int
-    """After how many batches the trainer ends the run, whatever is queued; 0 = never."""
-    stateless: bool
-    """Whether the trainer begins without a checkpoint's state, after the last commit."""
+    stops_after: int  # after how many batches the trainer ends the run, whatever is queued; 0 = never
+    stateless: bool  # whether the trainer begins without a checkpoint's state, after the last commit
     folder: bool
     """Whether the trainer saves by `checkpoint` and goes on by `resume`, else by `state_dict` and `commit`."""
-    in_parts: bool
-    """Whether pages and slices are so small that much goes in more than one call."""
+    in_parts: bool  # whether pages and slices are so small that much goes in more than one call
     behind: bool
     """Whether the server's clock is set back before much has come, so that what is lost leaves its ids to others."""
-    calm_s: float
-    """Seconds of the world after which nothing fails any more."""
+    calm_s: float  # seconds of the world after which nothing fails any more
 
 
 #: Of all schedules, those whose scene has everything that is drawn for it. In the others few producers push few groups,

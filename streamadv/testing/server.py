@@ -54,12 +54,10 @@ class Server:
     def __init__(self, time: Callable[[], float], wrote: Callable[[set[bytes]], object]) -> None:
         self._time = time
         self._wrote = wrote
-        self.offset = 0.0
-        """Seconds by which its clock is ahead."""
+        self.offset = 0.0  # seconds by which its clock is ahead
         self.is_up = True
         self.generation = 1
-        self.refusal: str | None = None
-        """One of REFUSALS that it answers with now."""
+        self.refusal: str | None = None  # one of REFUSALS that it answers with now
         self._known: dict[bytes, bytes] = {}  # scripts
         self._log: deque[_Before] = deque()
         self._changed: dict[bytes, tuple[Any, int | None]] | None = None

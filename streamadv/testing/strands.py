@@ -36,29 +36,22 @@ class Process:
     def __init__(self, world: Scheduler, name: str) -> None:
         self.world = world
         self.name = name
-        self.offset = 0.0
-        """Seconds by which its wall clock is ahead."""
+        self.offset = 0.0  # seconds by which its wall clock is ahead
         self.dead = False
         self.began = world.time
-        self.ended = math.inf
-        """When it was killed."""
+        self.ended = math.inf  # when it was killed
         self.paused_until = 0.0
         self.moments = 0  # see `World.moment`
-        self.breaks = ""
-        """How its last request broke the connection: cut, lost, or not at all."""
-        self.due: Sequence[Any] = ()
-        """What is to befall its next request."""
-        self.asked = 0.0
-        """When it sent its last request."""
+        self.breaks = ""  # how its last request broke the connection: cut, lost, or not at all
+        self.due: Sequence[Any] = ()  # what is to befall its next request
+        self.asked = 0.0  # when it sent its last request
         self.disturbances: list[tuple[float, float]] = []
         """From when to when something that befell one of its requests may have kept it from the server."""
-        self.disturbed_until = -math.inf
-        """The end of the last of them."""
+        self.disturbed_until = -math.inf  # the end of the last of them
         self.strands: set[Strand] = set()
         self.requests: Counter[str] = Counter()  # by strand
         self._names: Counter[str] = Counter()
-        self.errors: list[BaseException] = []
-        """What its strands have raised."""
+        self.errors: list[BaseException] = []  # what its strands have raised
         self.at_error: Callable[[Process, BaseException], object] = _raise_in_run
         self.at_death: list[Callable[[], object]] = []
 
