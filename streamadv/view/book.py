@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Final, Self
 
-import numpy as np
-
 from .. import clock
 from ..archive.folder import EntryId
 from ..errors import SettingError
@@ -301,8 +299,10 @@ def histogram(values: Sequence[float | None]) -> list[Bin]:
     low, high = min(known), max(known)
     if low == high:
         return [Bin(low, high, len(known))]
-    counts, edges = np.histogram(known, BINS)
-    return [Bin(*ends, count) for ends, count in zip(pairwise(edges.tolist()), counts.tolist(), strict=True)]
+    width = (high - low) / BINS
+    counts = Counter(min(BINS - 1, int((value - low) / width)) for value in known)
+    edges = [low + number * width for number in range(BINS)] + [high]
+    return [Bin(*ends, counts[number]) for number, ends in enumerate(pairwise(edges))]
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:
