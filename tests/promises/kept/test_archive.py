@@ -106,7 +106,7 @@ def test_the_files_have_what_is_kept(redis_url: str, run: str, tmp_path: Path) -
     assert np.array_equal(row.extras["images"].data, np.ones((2, 3)))
     del kept["page", 0]
     assert as_json(found) == as_json(kept)
-    assert archive_all(joined, tmp_path).groups == 0
+    assert archive_all(joined, tmp_path)["groups"] == 0
     assert problems(joined) == []
 
 
@@ -194,7 +194,7 @@ def test_late_log_probs_above_0_can_be_looked_at(redis_url: str, run: str, tmp_p
     with producing(redis_url, run) as producer:
         push_groups(producer, 3)
         train(joined, 3, late={"old_log_probs": log_probs})
-    assert archive_all(joined, tmp_path).trajectories == len(looked_at(joined)) == 6
+    assert archive_all(joined, tmp_path)["trajectories"] == len(looked_at(joined)) == 6
     for each in archived(tmp_path).values():
         assert each.rows[0].old_log_probs.tolist() == [0.0] * 5
 
@@ -441,7 +441,7 @@ def test_a_run_that_is_made_anew_has_another_folder(
             archiver.look()
     with pytest.raises(SettingError, match=f"archive of run {run} as it was before"):
         archive_all(joined, tmp_path / "before")
-    assert archive_all(joined, tmp_path / "after").groups == 2
+    assert archive_all(joined, tmp_path / "after")["groups"] == 2
 
 
 def test_what_cannot_be_read_has_a_line_that_says_why(redis_url: str, run: str, tmp_path: Path) -> None:
