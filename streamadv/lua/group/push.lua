@@ -19,11 +19,6 @@
 --   {'layout'}                       the run may have another number of shards: read the manifest again
 --   {'broken'}                       its hash is not what the scripts wrote
 --          or the error STREAMEND: a stream takes no more entries; packets before are registered
--- include clock
--- include count
--- include sizes
--- include group
--- include ended
 -- include enter
 -- include append
 local PACKET_ARGS = 6
@@ -163,6 +158,5 @@ for i = 1, tonumber(ARGV[4]) do
   end
   replies[i] = push(spec, keys.group_hashes[i], packets)
 end
-write_counts()
-write_sizes()
+write_figures()
 return ended or replies

@@ -12,11 +12,6 @@
 --   and without turns to append
 --          {'turns', data source, what its group shares or '', turn ...}   from the one after those that the caller knows
 --          {'none'}                         the group is neither open nor remembered
--- include clock
--- include count
--- include sizes
--- include group
--- include ended
 -- include enter
 -- include turns
 local OTHER_ARGS = SPEC_ARGS + 6
@@ -84,6 +79,5 @@ else
   reply = append(group)
 end
 save_group(group)  -- also one that was opened again and takes no turn: it is counted
-write_counts()
-write_sizes()
+write_figures()
 return reply

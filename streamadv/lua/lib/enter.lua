@@ -1,5 +1,9 @@
 -- Entering a group: it is opened if need be.
--- KEYS  open, groups, ledger, trainer, sizes
+-- KEYS  open, groups, ended, ended_before, ledger, trainer, sizes
+-- include clock
+-- include sizes
+-- include group
+-- include ended
 local SPEC_ARGS = 2
 
 -- The arguments of a group that may be opened: id, '<role> <size> <slots> <deadline, ms> <data source>', the
