@@ -5,11 +5,7 @@
 -- Returns  {'ok' | 'open', epoch, version or '', slots, bytes reserved for a slot, weights, how many of the further
 --          ones}   opened, or open already. weights: '<version> <URI>' if the caller does not know of them, else ''
 --          {'ended', letter}                       it has ended
---          {'busy', reason, used, limit ...}       not admitted now
---          {'over'}                                the trainer has ended the run
---          {'mismatch', size, role}                open with another size or role
---          {'layout'}                              the run may have another number of shards: read the manifest again
---          {'broken'}                              its hash is not what the scripts wrote
+--          or a refusal (lib/enter)
 -- include enter
 local spec, producer, limits, nonce, known = spec_of(ARGV, 1), unpack(ARGV, SPEC_ARGS + 1)
 

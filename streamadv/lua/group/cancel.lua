@@ -5,7 +5,7 @@
 --       cancelled, else '0'
 -- Returns  {'ok', index of each slot cancelled ...}   fewer than wanted: no more of those allowed are free
 --          {'ended', 'surplus' | 'late'}   the group had ended: nothing changes
---          {'busy', reason, used, limit ...}, {'mismatch', size, role}, {'layout'} or {'broken'}, as of `push`
+--          or a refusal (lib/enter)
 -- include slots
 -- include enter
 -- include append

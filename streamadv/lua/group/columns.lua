@@ -3,7 +3,7 @@
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, columns: payload
 -- ARGV  the group (see lib/enter); producer; limits (see lib/admit); bytes of the payload, names of the columns ('a,b')
 -- Returns  {'ok', 'brought'}, {'ok', 'duplicate'} if it has them, {'ok', 'lost'} if the payload had outlived its time, or
---          {'ended'}: it has ended, or nobody plays it; else as of `push`
+--          {'ended'}: it has ended, or nobody plays it; else a refusal (lib/enter)
 -- include slots
 -- include enter
 local spec, producer, limits, bytes, names = spec_of(ARGV, 1), unpack(ARGV, SPEC_ARGS + 1)
