@@ -62,10 +62,6 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({name: value for name, value in fields.items() if value is not None}, default=str)
 
 
-def _is_wanted(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in TALKATIVE
-
-
 class _Stderr(logging.Handler):
     """Writes to the stderr of the moment: a progress bar puts itself in its place, below what is logged."""
 
@@ -85,7 +81,9 @@ def set_up_logging(
     the traceback of an exception that ends the process are records too.
     """
     handler = _Stderr()
-    handler.addFilter(_is_wanted)
+    handler.addFilter(
+        lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] not in TALKATIVE
+    )
     handler.setFormatter(TextFormatter() if form == "text" else JsonFormatter(run, role))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if form == "json":

@@ -38,11 +38,10 @@ DEFAULT_RUN: Final = "default"
 RunName = Annotated[str, AfterValidator(check_run_name)]
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+]
 
 
 class Settings(BaseSettings):

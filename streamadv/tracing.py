@@ -100,7 +100,13 @@ def record(
     api = _api()
     if api is None:
         return
-    shared = _attributes(step, run)
+    shared: dict[str, Any] = {
+        "messaging.system": SYSTEM,
+        "messaging.operation.name": step.name,
+        "messaging.operation.type": step.type,
+        "messaging.destination.name": step.stream,
+        "streamadv.run": run,
+    }
     shared |= {"messaging.batch.message_count": rollouts} if rollouts else {}
     shared |= {} if k is None else {"streamadv.batch": k}
     try:
@@ -223,16 +229,6 @@ def _provider_failed(error: Exception) -> None:
 @lru_cache(1)  # the making of a tracer takes longer than that of a span
 def _tracer_of(provider: Any) -> Any:
     return provider.get_tracer("streamadv", __version__, schema_url=SCHEMA_URL)
-
-
-def _attributes(step: Step, run: str) -> dict[str, str | int]:
-    return {
-        "messaging.system": SYSTEM,
-        "messaging.operation.name": step.name,
-        "messaging.operation.type": step.type,
-        "messaging.destination.name": step.stream,
-        "streamadv.run": run,
-    }
 
 
 # Commands

@@ -180,7 +180,7 @@ def consumer_of(run: Run, stage: str = GROUPER, name: str | None = None, lease_s
 def batches_read(consumer: Consumer, count: int = 128) -> Iterator[Any]:
     """What the consumer reads until every shard had nothing twice (the first try may create the group)."""
     empty = 0
-    while empty < 3 * len(consumer.streams):
+    while empty < 3 * len(consumer.run.shards):
         entries = consumer.read(count)
         empty = 0 if entries else empty + 1
         if entries:

@@ -45,25 +45,18 @@ class Away:
         now = clock.now()
         if self._since is None or now - self._logged >= LOG_INTERVAL_S:
             self._since, self._logged = now if self._since is None else self._since, now
-            logger.warning(
-                "scorer %s: waits for its judge, for %.0f s now: %s; no try is counted",
-                self._scorer,
-                now - self._since,
-                error,
-                extra=log_fields("judge_away", run=self._run.name, role=self._scorer),
-            )
+            text = "scorer %s: waits for its judge, for %.0f s now: %s; no try is counted"
+            fields = log_fields("judge_away", run=self._run.name, role=self._scorer)
+            logger.warning(text, self._scorer, now - self._since, error, extra=fields)
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(waits, 10)) * random.uniform(0.5, 1)
         return max(pause, error.wait_s)
 
     def over(self) -> None:
         """Nothing waits for the judge any more."""
         if self._since is not None:
-            logger.info(
-                "scorer %s: its judge is back after %.0f s",
-                self._scorer,
-                clock.now() - self._since,
-                extra=log_fields("judge_back", run=self._run.name, role=self._scorer),
-            )
+            fields = log_fields("judge_back", run=self._run.name, role=self._scorer)
+            seconds = clock.now() - self._since
+            logger.info("scorer %s: its judge is back after %.0f s", self._scorer, seconds, extra=fields)
             self._since = None
 
     def keep_groups_open(self) -> None:

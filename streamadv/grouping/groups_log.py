@@ -146,16 +146,6 @@ class _Entry(NamedTuple):
     scores: bytes = b"{}"
 
 
-class _Found(NamedTuple):
-    """The members of a LoggedGroup."""
-
-    packets: Sequence[StoredPacket]
-    members: Members
-    packet_of: Positions
-    position_of: Positions
-    sums: GroupSums
-
-
 #: An entry of a shard's groups log as it was read: shard, id, fields.
 RawEntry = tuple[int, bytes, Mapping[bytes, bytes]]
 
@@ -235,9 +225,7 @@ def payload_lines(text: str, prefix: str) -> tuple[list[PacketLine], list[Stored
 def _read_members(entries: Sequence[_Entry]) -> None:
     """Fill in the members of groups, all of them together; in halves, if one of them has a problem, which is noted."""
     try:
-        for entry, found in zip(entries, _found(entries), strict=True):
-            group = entry.group
-            group.packets, group.members, group.packet_of, group.position_of, group.sums = found
+        _fill_in(entries)
     except (WireError, ValueError) as error:
         if len(entries) == 1:
             entries[0].group.problem = first_problem(error) if isinstance(error, ValueError) else str(error)
@@ -247,10 +235,10 @@ def _read_members(entries: Sequence[_Entry]) -> None:
         _read_members(entries[middle:])
 
 
-def _found(entries: Sequence[_Entry]) -> list[_Found]:
-    """The members of each group. Raises WireError and ValueError for what no producer has pushed."""
+def _fill_in(entries: Sequence[_Entry]) -> None:
+    """Raises WireError and ValueError for what no producer has pushed; some groups may have their members then."""
     if not entries:
-        return []
+        return
     for entry in entries:
         if len(entry.tables) != len(entry.lines):
             raise ValueError(f"{len(entry.tables)} member tables for {len(entry.lines)} packets")
@@ -266,18 +254,21 @@ def _found(entries: Sequence[_Entry]) -> list[_Found]:
         StoredPacket(line.key, line.size, line.epoch, columns, part)
         for line, columns, part in zip(lines, tables.columns, parts, strict=True)
     ]
-    found, all_rewarded = _arrange(entries, tables.members, packets), bool(tables.members.has_reward.all())
-    for number, (entry, one) in enumerate(zip(entries, found, strict=True)):
-        members = one.members
+    all_rewarded = bool(tables.members.has_reward.all())
+    arranged = _arrange(entries, tables.members, packets)
+    for entry, (members, its_packets, packet_of, position_of, sums) in zip(entries, arranged, strict=True):
         if entry.scores != b"{}":
             members = _with_scores(members, _SCORES.validate_json(entry.scores))
-            found[number] = one._replace(members=members)
         if not all_rewarded and not members.has_reward.all():
             raise ValueError("a member has no reward")
-    return found
+        group = entry.group
+        group.packets, group.members, group.sums = its_packets, members, sums
+        group.packet_of, group.position_of = packet_of, position_of
 
 
-def _arrange(entries: Sequence[_Entry], members: Members, packets: Sequence[StoredPacket]) -> list[_Found]:
+def _arrange(
+    entries: Sequence[_Entry], members: Members, packets: Sequence[StoredPacket]
+) -> list[tuple[Members, Sequence[StoredPacket], Positions, Positions, GroupSums]]:
     """Of each group the members that count, sorted by index, and where they are in its packets.
 
     members: all those of `packets`, which are the groups' one after another. Raises ValueError.
@@ -304,7 +295,7 @@ def _arrange(entries: Sequence[_Entry], members: Members, packets: Sequence[Stor
         own = members.parts(first.tolist(), list(map(_names_of, groups)))
     spans, of_packets = pairwise(first.tolist()), pairwise(first_packet.tolist())
     return [
-        _Found(packets[a:b], part, packet_of[start:stop], position_of[start:stop], sums)
+        (part, packets[a:b], packet_of[start:stop], position_of[start:stop], sums)
         for part, (start, stop), (a, b), sums in zip(
             own, spans, of_packets, sums_of(members, first), strict=True
         )
@@ -368,7 +359,20 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
     """The groups pointed at, None where the log has them no more: a server may have given the entry to another one."""
     if not pointers:
         return []
-    entries = _read_ranges(run, pointers)
+    # One read for each shard: those of a batch mostly follow each other in the log, in whose order groups are named.
+    ids: dict[int, list[str]] = {}
+    for pointer in pointers:
+        ids.setdefault(pointer.shard, []).append(pointer.entry)
+    pipe = run.connection.scripts.pipeline(transaction=False)
+    for shard, in_shard in ids.items():
+        in_shard.sort(key=lambda entry: [int(part) for part in entry.split("-")])
+        pipe.xrange(run.keys.shard(shard).groups, in_shard[0], in_shard[-1], len(in_shard))
+    replies: Any = pipe.execute()
+    entries: dict[tuple[int, str], Mapping[bytes, bytes]] = {
+        (shard, entry.decode()): fields
+        for shard, reply in zip(ids, replies, strict=True)
+        for entry, fields in reply
+    }
     others = [pointer for pointer in pointers if (pointer.shard, pointer.entry) not in entries]
     pipe = run.connection.scripts.pipeline(transaction=False)
     for pointer in others:
@@ -380,23 +384,3 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
     found = [(place[0], place[1].encode(), entries[place]) for place in places if place in entries]
     groups = {(group.shard, group.entry, group.group_id): group for group in parse_groups(run.keys, found)}
     return [groups.get((pointer.shard, pointer.entry, pointer.group_id)) for pointer in pointers]
-
-
-def _read_ranges(run: Run, pointers: Sequence[Pointer]) -> dict[tuple[int, str], Mapping[bytes, bytes]]:
-    """Entries by shard and id, as far as they follow each other in the log: one read for each shard.
-
-    Those of a batch mostly do, because groups are named in the order of the log.
-    """
-    ids: dict[int, list[str]] = {}
-    for pointer in pointers:
-        ids.setdefault(pointer.shard, []).append(pointer.entry)
-    pipe = run.connection.scripts.pipeline(transaction=False)
-    for shard, in_shard in ids.items():
-        in_shard.sort(key=lambda entry: [int(part) for part in entry.split("-")])
-        pipe.xrange(run.keys.shard(shard).groups, in_shard[0], in_shard[-1], len(in_shard))
-    replies: Any = pipe.execute()
-    return {
-        (shard, entry.decode()): fields
-        for shard, reply in zip(ids, replies, strict=True)
-        for entry, fields in reply
-    }

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -258,8 +258,15 @@ class LostProducers:
         abandoned = 0
         open_groups: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
         for start in range(0, len(open_groups), PAGE):
-            for owner, ids in self._groups_by_owner(shard, open_groups[start : start + PAGE]).items():
-                match = OWNER.fullmatch(owner)
+            members = open_groups[start : start + PAGE]
+            pipe = shard.connection.scripts.pipeline(transaction=False)
+            for member in members:
+                pipe.hget(shard.keys.group("").encode() + member, "producer")
+            groups = defaultdict[bytes, list[str]](list)  # by who was the last to open, push to or touch them
+            for member, owner in zip(members, replies_of(pipe), strict=True):
+                groups[owner or b""].append(member.decode(errors="replace"))
+            for owner, ids in groups.items():
+                match = OWNER.fullmatch(owner)  # nobody plays those of b""
                 if match is None or int(match[2]) >= self._first_alive.get(match[1], 0):
                     continue
                 count: int = shard.call("abandon", [owner, *ids], group_hashes=map(shard.keys.group, ids))
@@ -269,14 +276,3 @@ class LostProducers:
                     fields = log_fields("producer_lost", run=shard.run, role=GROUPER)
                     logger.warning(text, as_text(match[1]), count, extra=fields)
         return abandoned
-
-    def _groups_by_owner(self, shard: Shard, members: Sequence[bytes]) -> dict[bytes, list[str]]:
-        """Ids of open groups by who was the last to open, push to or touch them."""
-        pipe = shard.connection.scripts.pipeline(transaction=False)
-        for member in members:
-            pipe.hget(shard.keys.group("").encode() + member, "producer")
-        groups: dict[bytes, list[str]] = {}
-        for member, owner in zip(members, replies_of(pipe), strict=True):
-            if owner:  # "" = nobody plays it
-                groups.setdefault(owner, []).append(member.decode(errors="replace"))
-        return groups

@@ -23,7 +23,7 @@ from ..store.retry import NotNowError
 from ..trajectory.checked import StepSpan
 from ..trajectory.columns import Array
 from ..trajectory.member_table import encode_table, read_table
-from ..trajectory.members import Members, Reference
+from ..trajectory.members import Reference
 from ..trajectory.packet import StoredPacket, member_line
 from ..trajectory.payload import Payload
 from ..trajectory.schema import Role, Status
@@ -151,7 +151,15 @@ class WaitingPacket:
         """
         if not self.is_scored:
             return self.entry
-        members, text = _with_rewards(self.stored.members, self.verdicts), ""
+        members, text = self.stored.members, ""
+        before = np.where(members.has_reward, members.table["reward"], 0.0).tolist()
+        members = members.with_rewards(
+            {
+                position: (sum(named.values(), before[position]), named)
+                for position, named in self.verdicts.items()
+                if named is not None
+            }
+        )
         judged = members.rewards.get(filter_by, np.full(len(members), np.nan))
         for position, line in enumerate(self.lines):
             kind, value = "unscorable", None
@@ -171,18 +179,6 @@ class WaitingMember(NamedTuple):
     position: int
     """In the packet."""
     trajectory: UnscoredTrajectory
-
-
-def _with_rewards(members: Members, verdicts: Mapping[int, Mapping[str, float] | None]) -> Members:
-    """The members with the rewards of this scorer added."""
-    before = np.where(members.has_reward, members.table["reward"], 0.0).tolist()
-    return members.with_rewards(
-        {
-            position: (sum(named.values(), before[position]), named)
-            for position, named in verdicts.items()
-            if named is not None
-        }
-    )
 
 
 def pass_on(shard: Shard, scorer: str, entries: Sequence[Entry], target: str | None = None) -> int:

@@ -38,12 +38,6 @@ class Registry(Collector):
         with self._lock:
             self._parts += [part for part in parts if part not in self._parts]
 
-    def remove(self, part: Collector) -> None:
-        """Export this no longer."""
-        with self._lock:
-            if part in self._parts:
-                self._parts.remove(part)
-
     def collect(self) -> Iterator[Metric]:
         for settle in self.settlers:
             settle()

@@ -74,42 +74,49 @@ WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 #: The value of a label `stage`: the stage that begins.
 THE_STAGE: Final = ("",)
 
+
+PREFIX: Final = "streamadv_"
+
+
+class Set(CollectorRegistry):
+    """Instruments that stages export together. All their names begin with PREFIX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.born: list[tuple[Counter, tuple[Iterable[str], ...]]] = []
+        """Counters that are born at 0, and all the values of their labels."""
+
+    def counter(self, name: str, documentation: str, *labels: str, **born: Iterable[str]) -> Counter:
+        """The client adds `_total` to the name. born: labels with all their values, of a counter that is born at 0."""
+        counter = Counter(f"{PREFIX}{name}", documentation, (*labels, *born), registry=self)
+        if born:
+            self.born.append((counter, tuple(born.values())))
+        return counter
+
+    def histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> ArrayHistogram:
+        histogram = ArrayHistogram(f"{PREFIX}{name}", documentation, bounds)
+        self.register(histogram)
+        return histogram
+
+    def timer(self, name: str, documentation: str, bounds: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"{PREFIX}{name}", documentation, labels, buckets=bounds, registry=self)
+
+
 # The sets.
-PROCESS: Final = CollectorRegistry()
-STAGES: Final = CollectorRegistry()
-WORKERS: Final = CollectorRegistry()
-GROUPS_ENDED: Final = CollectorRegistry()
-ALL_GROUPS: Final = CollectorRegistry()
-WORK_ITEMS: Final = CollectorRegistry()
-CORRECTIONS: Final = CollectorRegistry()
-BATCHES: Final = CollectorRegistry()
-PLAYS: Final = CollectorRegistry()
-GATEWAYS: Final = CollectorRegistry()
+PROCESS: Final = Set()
+STAGES: Final = Set()
+WORKERS: Final = Set()
+GROUPS_ENDED: Final = Set()
+ALL_GROUPS: Final = Set()
+WORK_ITEMS: Final = Set()
+CORRECTIONS: Final = Set()
+BATCHES: Final = Set()
+PLAYS: Final = Set()
+GATEWAYS: Final = Set()
 
 #: What the process shows: its own figures, and the sets of its stages.
 REGISTRY: Final = Registry()
 REGISTRY.add(PROCESS, STAGES)
-
-_born: Final[list[tuple[CollectorRegistry, Counter, tuple[Iterable[str], ...]]]] = []
-
-
-def _counter(
-    of: CollectorRegistry, name: str, documentation: str, *labels: str, **born: Iterable[str]
-) -> Counter:
-    """The client adds `_total` to the name. born: labels with all their values, of a counter that is born at 0."""
-    counter = Counter(name, documentation, (*labels, *born), registry=of)
-    if born:
-        _born.append((of, counter, tuple(born.values())))
-    return counter
-
-
-def _histogram(
-    of: CollectorRegistry, name: str, documentation: str, bounds: Sequence[float]
-) -> ArrayHistogram:
-    histogram = ArrayHistogram(name, documentation, bounds)
-    of.register(histogram)
-    return histogram
-
 
 # Every process.
 ProcessCollector(registry=PROCESS)
@@ -126,9 +133,8 @@ WAITS: Final = Waits(_stages)
 STAGES.register(WAITS)
 BLOCKED: Final = Blocked(_stages)
 STAGES.register(BLOCKED)
-CONNECTION_ERRORS: Final = _counter(
-    STAGES,
-    "streamadv_connection_errors",
+CONNECTION_ERRORS: Final = STAGES.counter(
+    "connection_errors",
     "Errors of the server or the network, after which the call is tried again: connection, timeout, "
     "loading, readonly, masterdown, clusterdown, tryagain, moved, ask, noreplicas, misconf, busy, "
     "streamend.",
@@ -143,38 +149,32 @@ LAST_SUCCESS: Final = Gauge(
 )
 
 # Workers: processes that take entries of a stream.
-STAGE_DURATION: Final = Histogram(
-    "streamadv_stage_duration_seconds",
+STAGE_DURATION: Final = WORKERS.timer(
+    "stage_duration_seconds",
     "Time of one step of a stage, without blocking reads.",
-    ("stage", "step"),
-    buckets=STEP_SECONDS,
-    registry=WORKERS,
+    STEP_SECONDS,
+    "stage",
+    "step",
 )
-DELIVERED: Final = _counter(WORKERS, "streamadv_delivered", "Stream entries read.", stage=THE_STAGE)
-ACKED: Final = _counter(WORKERS, "streamadv_acked", "Stream entries finished.", stage=THE_STAGE)
-RECLAIMED: Final = _counter(
-    WORKERS,
-    "streamadv_reclaimed",
-    "Stream entries taken over from a consumer that fell silent.",
-    stage=THE_STAGE,
+DELIVERED: Final = WORKERS.counter("delivered", "Stream entries read.", stage=THE_STAGE)
+ACKED: Final = WORKERS.counter("acked", "Stream entries finished.", stage=THE_STAGE)
+RECLAIMED: Final = WORKERS.counter(
+    "reclaimed", "Stream entries taken over from a consumer that fell silent.", stage=THE_STAGE
 )
-DUPLICATE: Final = _counter(
-    WORKERS,
-    "streamadv_duplicate",
+DUPLICATE: Final = WORKERS.counter(
+    "duplicate",
     "Stream entries that another consumer had finished first; the result is thrown away, which is harmless.",
     stage=THE_STAGE,
 )
-NOGROUP: Final = _counter(
-    WORKERS,
-    "streamadv_nogroup_recreations",
+NOGROUP: Final = WORKERS.counter(
+    "nogroup_recreations",
     "Consumer groups created, at the start of a run or after the server lost them.",
     stage=THE_STAGE,
 )
 
 # Groups that ended: the grouper and, when it names a batch, the trainer.
-GROUPS: Final = _counter(
-    GROUPS_ENDED,
-    "streamadv_groups",
+GROUPS: Final = GROUPS_ENDED.counter(
+    "groups",
     "Groups ended. `complete` and `partial` go on to a batch. `stale`, `oversize`, `rolled_back`, "
     "`missing_column` are counted later, when rank 0 names a batch: the group was counted as complete "
     "or partial before.",
@@ -182,40 +182,31 @@ GROUPS: Final = _counter(
 )
 
 # All groups, as the grouper sees them before filters take their part away.
-GROUPS_PRODUCED: Final = _counter(
-    ALL_GROUPS, "streamadv_groups_produced", "Groups ended, by data source.", "data_source"
+GROUPS_PRODUCED: Final = ALL_GROUPS.counter("groups_produced", "Groups ended, by data source.", "data_source")
+GROUPS_KEPT: Final = ALL_GROUPS.counter(
+    "groups_kept", "Of the groups ended, those complete or partial: they go on to a batch.", "data_source"
 )
-GROUPS_KEPT: Final = _counter(
-    ALL_GROUPS,
-    "streamadv_groups_kept",
-    "Of the groups ended, those complete or partial: they go on to a batch.",
-    "data_source",
-)
-GROUP_REWARD_STD: Final = _histogram(
-    ALL_GROUPS,
-    "streamadv_group_reward_std",
+GROUP_REWARD_STD: Final = ALL_GROUPS.histogram(
+    "group_reward_std",
     "Standard deviation of the rewards of each training group with two or more of them, before filters; bucket "
     '`le="0.0"` counts groups without a signal.',
     (0, *MAGNITUDES),
 )
-REWARD: Final = _histogram(
-    ALL_GROUPS,
-    "streamadv_reward",
+REWARD: Final = ALL_GROUPS.histogram(
+    "reward",
     "Reward of each trajectory of the training groups that ended, before filters (in a run with `filter_by`, the "
     "number that filters judge); signed, so without a sum.",
     SYMMETRIC,
 )
-REWARDS: Final = _counter(
-    ALL_GROUPS,
-    "streamadv_rewards",
+REWARDS: Final = ALL_GROUPS.counter(
+    "rewards",
     "Rewards of training groups that ended. kept: whether the group goes on to a batch; both together are all groups.",
     "data_source",
     "kept",
 )
 # A sum of signed numbers is no counter.
-REWARDS_SUM: Final = _counter(
-    ALL_GROUPS,
-    "streamadv_rewards_sum",
+REWARDS_SUM: Final = ALL_GROUPS.counter(
+    "rewards_sum",
     "Sum of these rewards above 0 (sign `positive`), and of those below it without their sign (`negative`). The mean "
     "is (positive - negative) / streamadv_rewards_total.",
     "data_source",
@@ -224,35 +215,27 @@ REWARDS_SUM: Final = _counter(
 )
 
 # Work items, as advantage workers compute them.
-GROUP_COMPLETION: Final = _histogram(
-    WORK_ITEMS,
-    "streamadv_group_completion_seconds",
-    "From the opening of a group that is trained on to its end.",
-    LONG_SECONDS,
+GROUP_COMPLETION: Final = WORK_ITEMS.histogram(
+    "group_completion_seconds", "From the opening of a group that is trained on to its end.", LONG_SECONDS
 )
-ADVANTAGE: Final = _histogram(
-    WORK_ITEMS,
-    "streamadv_advantage",
+ADVANTAGE: Final = WORK_ITEMS.histogram(
+    "advantage",
     "Advantage, one value for each row, step or token (of many tokens by a sample), as the estimator gives it; signed, "
     "so without a sum.",
     SYMMETRIC,
 )
-RESPONSE_TOKENS: Final = _histogram(
-    WORK_ITEMS, "streamadv_response_tokens", "Trainable tokens of a trajectory.", TOKENS
-)
-TURNS_TAKEN: Final = _histogram(WORK_ITEMS, "streamadv_turns", "Turns of a trajectory.", TURNS)
-TRUNCATED: Final = _counter(WORK_ITEMS, "streamadv_truncated", "Trajectories cut off at a limit.")
+RESPONSE_TOKENS: Final = WORK_ITEMS.histogram("response_tokens", "Trainable tokens of a trajectory.", TOKENS)
+TURNS_TAKEN: Final = WORK_ITEMS.histogram("turns", "Turns of a trajectory.", TURNS)
+TRUNCATED: Final = WORK_ITEMS.counter("truncated", "Trajectories cut off at a limit.")
 
 # Where the off-policy correction is computed: by advantage workers, or by each rank of the trainer after a late column.
-NONFINITE: Final = _counter(
-    CORRECTIONS,
-    "streamadv_nonfinite",
+NONFINITE: Final = CORRECTIONS.counter(
+    "nonfinite",
     "NaN or infinite `advantage`, `is_weight`; the histograms exclude them.",
     quantity=("advantage", "is_weight"),
 )
-IS_WEIGHT: Final = _histogram(
-    CORRECTIONS,
-    "streamadv_is_weight",
+IS_WEIGHT: Final = CORRECTIONS.histogram(
+    "is_weight",
     "Importance weights of trained tokens after truncation (of many tokens by a sample): from advantage workers or, "
     "after a late column, from each rank of the trainer for its share.",
     WEIGHTS,
@@ -264,64 +247,47 @@ BATCH_VERSION: Final = Gauge(
     "Version of the last batch delivered; absent before the first one.",
     registry=None,
 )
-POLICY_LAG: Final = _histogram(
-    BATCHES,
-    "streamadv_policy_lag_versions",
+POLICY_LAG: Final = BATCHES.histogram(
+    "policy_lag_versions",
     "Staleness of a trajectory when it is trained on; trajectories without a version do not count.",
     VERSIONS,
 )
-POLICY_LAG_IN_FLIGHT: Final = _histogram(
-    BATCHES,
-    "streamadv_policy_lag_in_flight_versions",
-    "Part of the staleness from while it was played.",
-    VERSIONS,
+POLICY_LAG_IN_FLIGHT: Final = BATCHES.histogram(
+    "policy_lag_in_flight_versions", "Part of the staleness from while it was played.", VERSIONS
 )
-POLICY_LAG_IN_QUEUE: Final = _histogram(
-    BATCHES,
-    "streamadv_policy_lag_in_queue_versions",
-    "Part of the staleness from waiting for its batch.",
-    VERSIONS,
+POLICY_LAG_IN_QUEUE: Final = BATCHES.histogram(
+    "policy_lag_in_queue_versions", "Part of the staleness from waiting for its batch.", VERSIONS
 )
-DELIVERED_TOKENS: Final = _counter(
-    BATCHES, "streamadv_delivered_tokens", "Trainable tokens delivered to the trainer."
-)
-E2E: Final = _histogram(
-    BATCHES, "streamadv_e2e_seconds", "From the end of a group to its delivery.", LONG_SECONDS
-)
-KL_SUM: Final = _counter(
-    BATCHES,
-    "streamadv_kl_sum",
+DELIVERED_TOKENS: Final = BATCHES.counter("delivered_tokens", "Trainable tokens delivered to the trainer.")
+E2E: Final = BATCHES.histogram("e2e_seconds", "From the end of a group to its delivery.", LONG_SECONDS)
+KL_SUM: Final = BATCHES.counter(
+    "kl_sum",
     "Sum over tokens of an estimate of a KL divergence, by sign: `penalty` is the chain's own to the reference policy "
     "(`critic/kl`), `k1` and `k3` are of the rollout policy to the trained one (`rollout_corr/kl`, "
     "`rollout_corr/k3_kl`). The mean is (positive - negative) / streamadv_kl_weight_total.",
     estimate=KL_ESTIMATES.values(),
     sign=SIGNS,
 )
-KL_WEIGHT: Final = _counter(
-    BATCHES, "streamadv_kl_weight", "Tokens in that sum.", estimate=KL_ESTIMATES.values()
-)
-CLIPPED: Final = _counter(
-    BATCHES,
-    "streamadv_clipped",
+KL_WEIGHT: Final = BATCHES.counter("kl_weight", "Tokens in that sum.", estimate=KL_ESTIMATES.values())
+CLIPPED: Final = BATCHES.counter(
+    "clipped",
     "Numbers that were clipped: `reward` (`critic/reward_clip_frac`), `token_reward` "
     "(`critic/token_reward_clip_frac`), `advantage` (`critic/advantage_clip_frac`), `is_weight` (above the bound: "
     "`rollout_corr/rollout_is_ratio_fraction_high`).",
     what=CLIP_SHARES.values(),
 )
-CLIP_CANDIDATES: Final = _counter(
-    BATCHES, "streamadv_clip_candidates", "Numbers that a bound was applied to.", what=CLIP_SHARES.values()
+CLIP_CANDIDATES: Final = BATCHES.counter(
+    "clip_candidates", "Numbers that a bound was applied to.", what=CLIP_SHARES.values()
 )
-IS_WEIGHTS_SUM: Final = _counter(
-    BATCHES,
-    "streamadv_is_weights_sum",
+IS_WEIGHTS_SUM: Final = BATCHES.counter(
+    "is_weights_sum",
     "Sum of the importance weights of the batches delivered, also of those computed after a late column.",
 )
-IS_WEIGHTS_SQUARES: Final = _counter(
-    BATCHES,
-    "streamadv_is_weights_squares",
+IS_WEIGHTS_SQUARES: Final = BATCHES.counter(
+    "is_weights_squares",
     "Sum of their squares. The effective sample size, as a share, is sum^2 / (count * squares).",
 )
-IS_WEIGHTS: Final = _counter(BATCHES, "streamadv_is_weights", "Weights in these sums.")
+IS_WEIGHTS: Final = BATCHES.counter("is_weights", "Weights in these sums.")
 KL_COEFFICIENT: Final = Gauge(
     "streamadv_kl_coefficient",
     "Coefficient of the KL penalty of the last batch: `critic/kl_coef`; absent without a penalty.",
@@ -329,15 +295,12 @@ KL_COEFFICIENT: Final = Gauge(
 )
 
 # Producers.
-REPLAYED: Final = _counter(
-    PLAYS,
-    "streamadv_rollouts_replayed",
+REPLAYED: Final = PLAYS.counter(
+    "rollouts_replayed",
     "Rollouts that failed and were played again in their slots: `group.run(play, retries=n)`.",
 )
-REPLAYED_SECONDS: Final = _counter(
-    PLAYS,
-    "streamadv_rollouts_replayed_seconds",
-    "Seconds that the plays took which failed and were repeated.",
+REPLAYED_SECONDS: Final = PLAYS.counter(
+    "rollouts_replayed_seconds", "Seconds that the plays took which failed and were repeated."
 )
 
 # Gateways.
@@ -354,69 +317,46 @@ GATEWAY_CAUSES: Final = ("history", "template", "length")
 GATEWAY_OPEN: Final = Gauge(
     "streamadv_gateway_rollouts_open", "Rollouts that agents play through this gateway.", registry=GATEWAYS
 )
-GATEWAY_REQUESTS: Final = _counter(
-    GATEWAYS,
-    "streamadv_gateway_requests",
+GATEWAY_REQUESTS: Final = GATEWAYS.counter(
+    "gateway_requests",
     "Requests for a turn, by what the agent speaks, and `ok` or the code of the refusal.",
     dialect=GATEWAY_DIALECTS,
     code=GATEWAY_CODES,
 )
-GATEWAY_TURNS: Final = _counter(
-    GATEWAYS, "streamadv_gateway_turns", "Turns kept, each before its answer left."
-)
-GATEWAY_TOKENS: Final = _counter(
-    GATEWAYS, "streamadv_gateway_sampled_tokens", "Tokens that the engines have sampled."
-)
-GATEWAY_ROWS: Final = _counter(
-    GATEWAYS, "streamadv_gateway_rows", "Rows of the rollouts pushed: one each at best."
-)
-GATEWAY_BREAKS: Final = _counter(
-    GATEWAYS,
-    "streamadv_gateway_breaks",
+GATEWAY_TURNS: Final = GATEWAYS.counter("gateway_turns", "Turns kept, each before its answer left.")
+GATEWAY_TOKENS: Final = GATEWAYS.counter("gateway_sampled_tokens", "Tokens that the engines have sampled.")
+GATEWAY_ROWS: Final = GATEWAYS.counter("gateway_rows", "Rows of the rollouts pushed: one each at best.")
+GATEWAY_BREAKS: Final = GATEWAYS.counter(
+    "gateway_breaks",
     "Rows begun because a prompt did not continue the tokens so far: other messages than before (`history`), the same "
     "ones written otherwise (`template`), or an answer before that had reached its length (`length`).",
     cause=GATEWAY_CAUSES,
 )
-GATEWAY_REPEATED: Final = _counter(
-    GATEWAYS,
-    "streamadv_gateway_repeated_tokens",
-    "Prompt tokens of rows begun by a break: trained around once more.",
+GATEWAY_REPEATED: Final = GATEWAYS.counter(
+    "gateway_repeated_tokens", "Prompt tokens of rows begun by a break: trained around once more."
 )
-GATEWAY_SPLICED: Final = _counter(
-    GATEWAYS,
-    "streamadv_gateway_spliced",
-    "Prompts put together from the tokens sampled before, where the template differs.",
+GATEWAY_SPLICED: Final = GATEWAYS.counter(
+    "gateway_spliced", "Prompts put together from the tokens sampled before, where the template differs."
 )
-GATEWAY_RESTORED: Final = _counter(
-    GATEWAYS, "streamadv_gateway_restored_turns", "Turns read from the server that another process had kept."
+GATEWAY_RESTORED: Final = GATEWAYS.counter(
+    "gateway_restored_turns", "Turns read from the server that another process had kept."
 )
-GATEWAY_CLIENTS_GONE: Final = _counter(
-    GATEWAYS, "streamadv_gateway_clients_gone", "Clients that went away in the middle of an answer."
+GATEWAY_CLIENTS_GONE: Final = GATEWAYS.counter(
+    "gateway_clients_gone", "Clients that went away in the middle of an answer."
 )
-GATEWAY_RETRIES_ANSWERED: Final = _counter(
-    GATEWAYS, "streamadv_gateway_retries_answered", "Repeated requests that got the answer of the first one."
+GATEWAY_RETRIES_ANSWERED: Final = GATEWAYS.counter(
+    "gateway_retries_answered", "Repeated requests that got the answer of the first one."
 )
-GATEWAY_ENGINE_SECONDS: Final = Histogram(
-    "streamadv_gateway_engine_seconds",
-    "Time of a turn in the engine.",
-    buckets=LONG_SECONDS,
-    registry=GATEWAYS,
+GATEWAY_ENGINE_SECONDS: Final = GATEWAYS.timer(
+    "gateway_engine_seconds", "Time of a turn in the engine.", LONG_SECONDS
 )
-GATEWAY_OWN_SECONDS: Final = Histogram(
-    "streamadv_gateway_own_seconds",
-    "Time of a turn in the gateway and at the run's server.",
-    buckets=STEP_SECONDS,
-    registry=GATEWAYS,
+GATEWAY_OWN_SECONDS: Final = GATEWAYS.timer(
+    "gateway_own_seconds", "Time of a turn in the gateway and at the run's server.", STEP_SECONDS
 )
 
-EVENTS: Final[Mapping[str, Counter]] = {
-    "delivered": DELIVERED,
-    "acked": ACKED,
-    "reclaimed": RECLAIMED,
-    "duplicate": DUPLICATE,
-}
+EVENTS: Final = {"delivered": DELIVERED, "acked": ACKED, "reclaimed": RECLAIMED, "duplicate": DUPLICATE}
 
-_SETS: Final[Mapping[Kind, Sequence[CollectorRegistry]]] = {
+_SETS: Final[Mapping[Kind, Sequence[Set]]] = {
     "producer": (PLAYS,),
     "grouper": (WORKERS, GROUPS_ENDED, ALL_GROUPS),
     "scorer": (WORKERS,),
@@ -442,8 +382,7 @@ def begin_stage(stage: str, kind: Kind) -> None:
             return
         _stages[stage] = None
         child(BUILD_INFO, __version__, stage).set(1)
-        for of, counter, labels in _born:
-            if of in (STAGES, *_SETS[kind]):
-                for values in product(*((stage,) if label is THE_STAGE else label for label in labels)):
-                    child(counter, *values)
+        for counter, labels in (born for each in (STAGES, *_SETS[kind]) for born in each.born):
+            for values in product(*((stage,) if label is THE_STAGE else label for label in labels)):
+                child(counter, *values)
         REGISTRY.add(*_SETS[kind])

@@ -62,8 +62,8 @@ class Kept:
 
     @property
     def pid(self) -> int | None:
-        """Of its keeper, with which it ends; None before the start."""
-        return None if self._process is None else self._process.pid
+        """Of its keeper, with which it ends; None unless it runs."""
+        return None if self._process is None or self.exit_status is not None else self._process.pid
 
     @property
     def exit_status(self) -> int | None:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -49,7 +48,18 @@ class Plan:
     @property
     def processes(self) -> dict[str, Sequence[str]]:
         """Commands of workers, then programs, by name."""
-        return {**_workers_of(self), **self.programs}
+        imports = [word for module in self.modules for word in ("--import", module)]
+        workers: dict[str, Sequence[str]] = {}
+        for stage, number, more in (("grouper", self.groupers, []), ("advantage", self.workers, imports)):
+            for index in range(number):
+                name = stage if number == 1 else f"{stage}-{index}"
+                workers[name] = worker_command([stage, *more])
+        for function in self.scorers:
+            name = scorer_name(function)
+            workers[name] = worker_command(["scorer", function, "--name", name])
+        if self.gateway:
+            workers["gateway"] = [sys.executable, "-m", "streamadv", "gateway", *self.gateway]
+        return {**workers, **self.programs}
 
     @property
     def ports(self) -> dict[str, int]:
@@ -174,21 +184,6 @@ def say(text: str) -> None:
     os.write(2, f"{logs.announcement(text, 'machine', who='up')}\n".encode())  # signal handlers call this
 
 
-def _workers_of(plan: Plan) -> dict[str, list[str]]:
-    """Their names and commands."""
-    imports = [word for module in plan.modules for word in ("--import", module)]
-    workers = {}
-    for stage, number, more in (("grouper", plan.groupers, []), ("advantage", plan.workers, imports)):
-        for index in range(number):
-            name = stage if number == 1 else f"{stage}-{index}"
-            workers[name] = worker_command([stage, *more])
-    for function in plan.scorers:
-        workers[scorer_name(function)] = worker_command(["scorer", function, "--name", scorer_name(function)])
-    if plan.gateway:
-        workers["gateway"] = [sys.executable, "-m", "streamadv", "gateway", *plan.gateway]
-    return workers
-
-
 def scorer_name(function: str) -> str:
     """Of the scorer that calls MODULE:FUNCTION."""
     return function.rpartition(":")[2]
@@ -208,12 +203,10 @@ def _kept_commands(plan: Plan) -> list[Kept]:
 def names_of(commands: Sequence[Sequence[str]]) -> list[str]:
     """A short name for each command, no two the same."""
     names = [name_of(command) for command in commands]
-    total, seen = Counter(names), Counter[str]()
-    unique = []
-    for name in names:
-        seen[name] += 1
-        unique.append(name if total[name] == 1 else f"{name}-{seen[name]}")
-    return unique
+    return [
+        name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]
 
 
 def name_of(command: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ WORKED_S: Final = 60.0
 MOST_ENDS: Final = 8
 
 
-class Worker:
+class Worker(Kept):
     """One process. Start it from a thread that lives as long as the process, see `Kept`.
 
     show: called in threads with each line of its output and whether that is of stderr. until_done: not started again
@@ -37,8 +37,7 @@ class Worker:
         show: Callable[[str, bool], object],
         until_done: bool = False,
     ) -> None:
-        self.name = name
-        self._process = Kept(name, command, environment, show)
+        super().__init__(name, command, environment, show)
         self._until_done = until_done
         self.done = False
         self.starts = 0
@@ -51,14 +50,8 @@ class Worker:
         """Whether it has ended and is started again later."""
         return self._due is not None
 
-    @property
-    def pid(self) -> int | None:
-        """Of its keeper, while it runs."""
-        runs = self._process.exit_status is None
-        return self._process.pid if runs else None
-
     def start(self) -> None:
-        self._process.start()
+        super().start()
         self._started, self._due = clock.now(), None
         self.starts += 1
 
@@ -74,10 +67,10 @@ class Worker:
             if now >= self._due:
                 self.start()
             return None
-        status = self._process.exit_status
+        status = self.exit_status
         if status is None:
             return None
-        self._process.wait()
+        self.wait()
         if status == 0 and self._until_done:
             self.done = True
             return None
@@ -88,17 +81,9 @@ class Worker:
         self._due = now + delay
         return f"{self.name} ended with status {status}, is started again in {delay:g} s"
 
-    def kill(self) -> None:
-        """As if its machine had died."""
-        self._process.kill()
-
     def terminate(self) -> None:
         """Ask it to end: it finishes what is in hand, and gives back what it has only read."""
-        self._process.send(signal.SIGTERM)
-
-    def wait(self) -> None:
-        """Wait until it has ended. Call `terminate` before."""
-        self._process.wait()
+        self.send(signal.SIGTERM)
 
 
 def worker_command(words: Sequence[str]) -> list[str]:

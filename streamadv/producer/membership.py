@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple
 from .. import doors, metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief, log_fields
-from ..run.budget import byte_budget
 from ..run.heartbeats import LOOPS_OVER
 from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
 from ..run.packets import is_group_id
+from ..run.run import byte_budget
 from ..store.keys import ShardKeys
 from ..store.replies import as_count, as_int
 from ..store.scripts import script_call

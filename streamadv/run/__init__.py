@@ -1,10 +1,9 @@
 """What all processes of a run share.
 
-In reading order: `manifest.py` (the settings they agree on), `run.py` (a run and its shards), `consumer.py`
-(the loop of every stage), `packets.py` (stream entries and columns, checked and read),
-`heartbeats.py` (which producers and ranks are alive), `ledger.py` (names of counters), `budget.py`
-(bytes that a run may hold), `hangs.py` (calls of user functions, bounded in time), `dead_letters.py` and
-`malformed.py` (groups and foreign items that cannot go on).
+In reading order: `manifest.py` (the settings they agree on), `run.py` (a run, its shards and its bytes),
+`consumer.py` (the loop of every stage), `packets.py` (stream entries and columns, checked and read), `heartbeats.py`
+(which producers and ranks are alive), `ledger.py` (names of counters), `hangs.py` (calls of user functions, bounded
+in time), `dead_letters.py` and `malformed.py` (groups and foreign items that cannot go on).
 """
 
 from .manifest import RunSettings

@@ -2,8 +2,7 @@
 
 The server delivers an entry to one consumer of the stage's group; the entry stays pending until a hand-off script
 acknowledges it. After a start or a lost connection a consumer first reads its own pending entries, because they
-include any reply that was lost on the wire. Before it reads new entries, it takes over entries whose lease is over
-(`Leases`).
+include any reply that was lost on the wire. Before it reads new entries, it takes over entries whose lease is over.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +22,7 @@ from .. import clock, doors, metrics
 from ..messages import log_fields
 from ..store.keys import LAST_ID, ShardKeys
 from ..store.retry import RETRYABLE, SERVER_ERRORS, Outage
+from ..units import counted
 from .run import Run, Shard
 
 #: Owns entries that were given back: anybody may take them at once.
@@ -34,32 +34,6 @@ class Delivery(NamedTuple):
 
     consumer: bytes
     times: int
-
-
-class Leases:
-    """The pending entries of one stream, each with the time since which one process has seen its delivery unchanged.
-
-    Times are of this process's own clock: the server's may be set, and a failover brings another one.
-    """
-
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
-        self._seen: dict[str, tuple[Delivery, float]] = {}
-
-    def expired(self, pending: Mapping[str, Delivery], now: float) -> list[tuple[str, Delivery]]:
-        """Entries whose lease is over, oldest first. pending: everything that is now, by entry id."""
-        seen = self._seen
-        self._seen = {
-            entry_id: seen[entry_id]
-            if entry_id in seen and seen[entry_id][0] == delivery
-            else (delivery, now)
-            for entry_id, delivery in pending.items()
-        }
-        return [
-            (entry_id, delivery)
-            for entry_id, (delivery, since) in self._seen.items()
-            if now - since >= self._lease_s or delivery.consumer == NOBODY.encode()
-        ]
 
 
 logger = logging.getLogger(__name__)
@@ -95,21 +69,36 @@ class Entry(NamedTuple):
 class Cursor:
     """How far one consumer is in the stream of one shard.
 
-    Whatever is pending under the consumer's name is in its hands, or stands at `pending_from` or after it.
+    Whatever is pending under the consumer's name is in its hands, or stands at `pending_from` or after it. Leases
+    are by this process's own clock: the server's may be set, and a failover brings another one.
     """
 
-    def __init__(self, shard: Shard, stream: str, lease_s: float) -> None:
+    def __init__(self, shard: Shard, stream: str) -> None:
         self.shard = shard
         self.stream = stream
         self.pending_from: str | None = FIRST
-        self.leases = Leases(lease_s)
         self.check_due = -math.inf
         self.expired: list[tuple[str, Delivery]] = []  # to be taken over
+        #: What is pending, with the time since which its delivery is unchanged.
+        self._seen: dict[str, tuple[Delivery, float]] = {}
 
-
-def consumer_name() -> str:
-    """Unique for this process: a name used again would inherit, and hide, what is pending under it."""
-    return f"{os.uname().nodename}-{os.getpid()}-{doors.random_bytes(3).hex()}"
+    def expire(
+        self, pending: Mapping[str, Delivery], in_hand: Container[tuple[int, str]], lease_s: float
+    ) -> None:
+        """Note the entries whose lease is over, oldest first. pending: everything that is now, by entry id."""
+        now, seen = clock.now(), self._seen
+        self._seen = {
+            entry_id: seen[entry_id]
+            if entry_id in seen and seen[entry_id][0] == delivery
+            else (delivery, now)
+            for entry_id, delivery in pending.items()
+        }
+        self.expired = [
+            (entry_id, delivery)
+            for entry_id, (delivery, since) in self._seen.items()
+            if (now - since >= lease_s or delivery.consumer == NOBODY.encode())
+            and (self.shard.index, entry_id) not in in_hand
+        ]
 
 
 class Consumer:
@@ -130,20 +119,16 @@ class Consumer:
     ) -> None:
         self.run = run
         self.stage = stage  # also the name of the consumer group
-        self.name = name or consumer_name()
+        # A name used again would inherit, and hide, what is pending under it.
+        self.name = name or f"{os.uname().nodename}-{os.getpid()}-{doors.random_bytes(3).hex()}"
         self.lease_s = lease_s
         self.stop = stop
         self._outage = Outage(stage, run.name, sleep=stop.wait)
         metrics.begin_stage(stage, KINDS.get(stage, "scorer"))
-        self._cursors = [Cursor(shard, stream(shard.keys), lease_s) for shard in run.shards]
+        self._cursors = [Cursor(shard, stream(shard.keys)) for shard in run.shards]
         self._in_hand: dict[tuple[int, str], float] = {}  # shard and entry id -> when it was read
         self._lock = threading.Lock()  # of what is in hand
         self._turn = 0
-
-    @property
-    def streams(self) -> list[str]:
-        """The stream of each shard."""
-        return [cursor.stream for cursor in self._cursors]
 
     def read(self, count: int, wait: bool = True) -> list[Entry]:
         """Up to `count` entries of one shard, or [] after a short wait."""
@@ -176,7 +161,7 @@ class Consumer:
             since = list(self._in_hand.values())
         if not since:
             return "no entries"
-        count = "1 entry" if len(since) == 1 else f"{len(since)} entries"
+        count = counted(len(since), "entry", "entries")
         return f"{count} in hand, the oldest for {clock.now() - min(since):.1f} s"
 
     def start_over(self) -> None:
@@ -291,11 +276,7 @@ class Consumer:
         pending = self._pending(cursor.stream)
         with self._lock:
             in_hand = set(self._in_hand)
-        cursor.expired = [
-            (entry_id, delivery)
-            for entry_id, delivery in cursor.leases.expired(pending, clock.now())
-            if (cursor.shard.index, entry_id) not in in_hand
-        ]
+        cursor.expire(pending, in_hand, self.lease_s)
         self.retire_others()
         self.run.refresh_if_changed(REFRESH_S)
 
@@ -338,21 +319,17 @@ class Consumer:
             reply: Any = client.xreadgroup(*call)
             if reply:
                 self.run.refresh_if_changed()
-        else:
-            reply = self._with_news(client.pipeline(transaction=False).xreadgroup(*call))
+        else:  # settings given before an entry was written are in force for it
+            pipe: Any = client.pipeline(transaction=False).xreadgroup(*call)
+            self.run.ask_for_news(pipe)
+            replies = pipe.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+            reply, *news = replies
+            self.run.apply_news(*news)
         pairs = reply.items() if isinstance(reply, dict) else reply or []
         return [entry for _, entries in pairs for entry in entries_of(cursor.shard.index, entries)]
-
-    def _with_news(self, pipe: Any) -> Any:
-        """The reply to the read in a pipeline. Settings given before an entry was written are in force for it."""
-        self.run.ask_for_news(pipe)
-        replies = pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        reply, *news = replies
-        self.run.apply_news(*news)
-        return reply
 
     def _take_in_hand(self, entries: Sequence[Entry]) -> list[Entry]:
         """Those of `entries` that are not in hand yet."""

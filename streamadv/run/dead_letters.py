@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import StreamadvError
+from ..messages import one_line
 from ..store.replies import as_count, replies_of
 from ..trajectory.member_table import cut_tables, list_table
-from .malformed import Malformed, list_malformed
 from .run import Run, Shard
 
 #: Dead groups listed in a shard; beyond it the oldest are forgotten, emptied ones first.
@@ -51,8 +51,8 @@ def list_dead(run: Run) -> Iterator[DeadGroup]:
             dead_group = _read(shard, member.decode(errors="replace"), now_ms - abs(when_ms))
             if dead_group is not None:
                 yield dead_group
-        for note in list_malformed(shard):
-            yield _as_dead_group(note, now_ms)
+        for _, removed in list_malformed(shard, now_ms):
+            yield removed
 
 
 def show_dead(run: Run, group_id: str) -> DeadGroup:
@@ -61,8 +61,10 @@ def show_dead(run: Run, group_id: str) -> DeadGroup:
     when_ms: Any = shard.connection.scripts.zscore(shard.keys.dead, group_id)
     if when_ms is not None and (dead_group := _read(shard, group_id, now_ms - abs(when_ms))) is not None:
         return dead_group
-    for _, note in _notes_of(run, group_id):
-        return _as_dead_group(note, now_ms)
+    for shard in run.shards:
+        for _, removed in list_malformed(shard, now_ms):
+            if removed.group_id == group_id:
+                return removed
     raise StreamadvError(
         f"group {group_id!r} is no dead letter of run {run.name}: see `streamadv dead list --run {run.name}`"
     )
@@ -87,8 +89,10 @@ def purge(run: Run, group_id: str) -> None:
     Raises StreamadvError when there is none of that id.
     """
     if show_dead(run, group_id).reason == MALFORMED:
-        for shard, note in _notes_of(run, group_id):
-            shard.connection.scripts.xdel(shard.keys.malformed, note.note)
+        for shard in run.shards:
+            for note, removed in list_malformed(shard, 0):
+                if removed.group_id == group_id:
+                    shard.connection.scripts.xdel(shard.keys.malformed, note)
         return
     _empty(run.shard_of(group_id), "purge", [group_id.encode()])
 
@@ -104,22 +108,18 @@ def trim_dead(shard: Shard, dead_bytes: int) -> None:
         _empty(shard, "keep", oldest)
         _empty(shard, "purge", oldest)
     if as_count(scripts.hget(keys.ledger, "dead_bytes")) > dead_bytes:
-        oldest = _oldest_beyond(shard, dead_bytes)
+        # Which ones the sizes of the letters say, not the ledger: producers can write it.
+        letters = scripts.zrange(keys.dead, "0", "+inf", byscore=True)
+        pipe = scripts.pipeline(transaction=False)
+        for member in letters:
+            pipe.hget(keys.dead_group(member.decode(errors="replace")), "bytes")
+        sizes = list(map(as_count, replies_of(pipe)))
+        kept, count = sum(sizes), 0
+        while kept > dead_bytes:
+            kept, count = kept - sizes[count], count + 1
+        oldest = letters[:count]
         for start in range(0, len(oldest), EMPTY_COUNT):
             _empty(shard, "keep", oldest[start : start + EMPTY_COUNT], dead_bytes)
-
-
-def _oldest_beyond(shard: Shard, dead_bytes: int) -> list[bytes]:
-    """The oldest letters, without whose payloads the others fit. The ledger does not decide: producers can write it."""
-    letters: Any = shard.connection.scripts.zrange(shard.keys.dead, "0", "+inf", byscore=True)
-    pipe = shard.connection.scripts.pipeline(transaction=False)
-    for member in letters:
-        pipe.hget(shard.keys.dead_group(member.decode(errors="replace")), "bytes")
-    sizes = list(map(as_count, replies_of(pipe)))
-    kept, count = sum(sizes), 0
-    while kept > dead_bytes:
-        kept, count = kept - sizes[count], count + 1
-    return list(letters[:count])
 
 
 def _empty(shard: Shard, what: str, members: Sequence[bytes], dead_bytes: int = -1) -> None:
@@ -132,23 +132,16 @@ def _empty(shard: Shard, what: str, members: Sequence[bytes], dead_bytes: int = 
         members = members[emptied:]
 
 
-def _notes_of(run: Run, place: str) -> list[tuple[Shard, Malformed]]:
-    return [(shard, note) for shard in run.shards for note in list_malformed(shard) if note.id == place]
-
-
-def _as_dead_group(note: Malformed, now_ms: int) -> DeadGroup:
-    return DeadGroup(
-        group_id=note.id,
-        reason=MALFORMED,
-        detail=note.detail,
-        trajectories=0,
-        bytes=0,
-        emptied=True,
-        age_s=_seconds(now_ms - note.when_ms),
-        data_source=None,
-        members=(),
-        text=note.text,
-    )
+def list_malformed(shard: Shard, now_ms: int) -> Iterator[tuple[bytes, DeadGroup]]:
+    """What was removed from a shard, oldest first, each with the entry of its note; the last thousand are kept."""
+    notes: Any = shard.connection.scripts.xrange(shard.keys.malformed)
+    for note, stored in notes:
+        place, item, detail, text = (
+            stored.get(name, b"").decode(errors="backslashreplace")
+            for name in (b"place", b"item", b"detail", b"text")
+        )
+        where, age_s = one_line(f"{place}/{item}"), _seconds(now_ms - int(note.partition(b"-")[0]))
+        yield note, DeadGroup(where, MALFORMED, detail, 0, 0, True, age_s, None, (), text)
 
 
 def _seconds(age_ms: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -111,7 +111,13 @@ class Attendance:
         parts = [part for name in names_to_forget for part in (name, self._heartbeats[name].value)]
         for start in range(0, len(parts), 2 * FORGET_SLICE):
             home.call("forget_producers", parts[start : start + 2 * FORGET_SLICE])
-        self._forget_past(stored)
+        # Off the list all are forgotten but those that fell silent lately: the run waits for them.
+        lost = self.lost
+        for name in self._heartbeats.keys() - stored.keys():
+            last = self._heartbeats[name]
+            self._some_finished |= last.state == b"finished"
+            if not last.is_present or name in lost:
+                del self._heartbeats[name]
 
     def _past(self, listed: Set[bytes], now: float) -> list[bytes]:
         """Producers to take off the list: gone, silent for long, or beyond the latest PAST_KEPT of their kind."""
@@ -126,15 +132,6 @@ class Attendance:
         for past in (finished, self.lost & listed):
             names_to_forget += sorted(past, key=lambda name: heartbeats[name].server_ms)[:-PAST_KEPT]
         return names_to_forget
-
-    def _forget_past(self, listed: Container[bytes]) -> None:
-        """Forget producers that are off the list, except those that fell silent lately: the run waits for them."""
-        lost = self.lost
-        for name in [name for name in self._heartbeats if name not in listed]:
-            state = self._heartbeats[name].state
-            self._some_finished |= state == b"finished"
-            if not self._heartbeats[name].is_present or name in lost:
-                del self._heartbeats[name]
 
     @property
     def lost(self) -> set[bytes]:

@@ -7,8 +7,7 @@ reason among the dead letters. The item is not a trajectory, so the other counte
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ..messages import log_fields, one_line
@@ -31,17 +30,6 @@ TABLE_BYTES: Final = 1 << 14  # longer ones are not read
 ANY_SIZE: Final = 1 << 62
 #: Characters of a removed item that are kept for operators.
 TEXT_CHARS: Final = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """The note about an item that was removed."""
-
-    id: str  # '<place>/<item>': where it stood
-    note: str  # entry id of the note itself
-    detail: str
-    text: str
-    when_ms: int
 
 
 def reject(
@@ -75,20 +63,3 @@ def _shown(name: bytes, value: bytes) -> Any:
     if name not in TABLES or not 0 < len(value) <= TABLE_BYTES:
         return value[:200]
     return [member for table in cut_tables(value) for member in list_table(table, ANY_SIZE)]
-
-
-def list_malformed(shard: Shard) -> Iterator[Malformed]:
-    """Notes about what was removed from a shard, oldest first; the last thousand are kept."""
-    notes: Any = shard.connection.scripts.xrange(shard.keys.malformed)
-    for note, stored in notes:
-        place, item, detail, text = (
-            stored.get(name, b"").decode(errors="backslashreplace")
-            for name in (b"place", b"item", b"detail", b"text")
-        )
-        yield Malformed(
-            id=one_line(f"{place}/{item}"),
-            note=note.decode(),
-            detail=detail,
-            text=text,
-            when_ms=int(note.partition(b"-")[0]),
-        )

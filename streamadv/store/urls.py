@@ -105,9 +105,9 @@ class Target:
 def parse_url(url: str) -> Target:
     """The target of a URL. Raises SettingError on one line that shows no password."""
     try:
-        target, kind = _target_of(url)
+        target = _target_of(url)
         options = target.options
-        _check_address(target, kind, options)
+        _check_address(target, options)
         # Makes the object only: an unknown option is an error now and not at the first command.
         shared = target.shared_options | doors.client_options
         redis.ConnectionPool.from_url(target.url, **shared).make_connection()
@@ -119,8 +119,8 @@ def parse_url(url: str) -> Target:
     return target
 
 
-def _target_of(url: str) -> tuple[Target, str]:
-    """The target, and its kind as in SCHEMES. Raises ValueError."""
+def _target_of(url: str) -> Target:
+    """Raises ValueError."""
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES:
         raise ValueError(f"start it with one of {', '.join(f'{s}://' for s in SCHEMES)}")
@@ -129,12 +129,10 @@ def _target_of(url: str) -> tuple[Target, str]:
         raise ValueError("write special characters in user name and password as %xx (@ is %40)")
     plain_scheme, kind = SCHEMES[scheme]
     plain_url = f"{plain_scheme}://{rest}"
-    return (
-        _behind_sentinels(plain_url) if kind == "sentinel" else Target(plain_url, kind == "cluster")
-    ), kind
+    return _behind_sentinels(plain_url) if kind == "sentinel" else Target(plain_url, kind == "cluster")
 
 
-def _check_address(target: Target, kind: str, options: Mapping[str, Any]) -> None:
+def _check_address(target: Target, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that clients set themselves, a wrong database, or a socket without a path."""
     for name in RESERVED_OPTIONS:
         if name in options:
@@ -145,7 +143,7 @@ def _check_address(target: Target, kind: str, options: Mapping[str, Any]) -> Non
             raise ValueError("give the socket's path, unix:///path/to/redis.sock")
     elif address.path not in ("", "/") and not address.path[1:].isdigit():
         raise ValueError(f"the database must be a number, not {brief(address.path[1:])}")
-    if kind == "cluster":
+    if target.cluster:
         if options.get("db"):
             raise ValueError("a cluster has database 0 only")
         if not hasattr(redis.asyncio.cluster, "TransactionStrategy"):

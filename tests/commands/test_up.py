@@ -16,6 +16,7 @@ from streamadv.cli import main
 from streamadv.cli.parser import split_commands
 from streamadv.errors import ProcessEndedError
 from streamadv.processes import machine
+from streamadv.processes.kept import Kept
 from streamadv.processes.worker import LONGEST_S, MOST_ENDS, WORKED_S, Worker
 from streamadv.store.connection import Connection
 from streamadv.trajectory.interchange import write_trajectory
@@ -267,29 +268,18 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
     assert set(started) == ports
 
 
-class _Process:
-    """Stands in for the process of a worker: it ends with status 9 when it is told to."""
-
-    def __init__(self, *_: object) -> None:
-        self.exit_status: int | None = None
-
-    def start(self) -> None:
-        self.exit_status = None
-
-    def wait(self) -> None:
-        assert self.exit_status is not None
-
-
 @pytest.fixture
 def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Worker]:
     """A worker that was started; calling it has it end, and the worker look after it."""
-    process = _Process()
-    monkeypatch.setattr("streamadv.processes.worker.Kept", lambda *_: process)
+    statuses: list[int | None] = []
+    monkeypatch.setattr(Kept, "start", lambda _: statuses.append(None))
+    monkeypatch.setattr(Kept, "wait", lambda _: None)
+    monkeypatch.setattr(Kept, "exit_status", property(lambda _: statuses[-1]))
     crashing = Worker("grouper", ["grouper"], {}, print)
     crashing.start()
 
     def crash() -> Worker:
-        process.exit_status = 9
+        statuses.append(9)
         assert crashing.look_after() is not None
         return crashing
 

@@ -25,7 +25,7 @@ from streamadv.prompts import Prompts
 from streamadv.prompts.stored import carry_ends
 from streamadv.run import consumer as streams
 from streamadv.run import find_run, open_run
-from streamadv.run.malformed import list_malformed
+from streamadv.run.dead_letters import list_malformed
 from streamadv.status import read_status
 from streamadv.store import acl
 from streamadv.store.connection import Connection
@@ -578,7 +578,7 @@ def test_no_dead_letter_looks_like_a_key_that_a_producer_may_use(empty: Guarded,
         group_all(run)
         assert [fields[b"group_id"] for _, fields in empty.admin.xrange(keys.groups)] == [b"g0000"]
         assert empty.admin.zcard(keys.open) == empty.admin.llen(keys.scored) == 0
-        assert [note.id.partition("/")[0] for note in list_malformed(run.home)] == [
+        assert [note.group_id.partition("/")[0] for _, note in list_malformed(run.home, 0)] == [
             "rollouts",
             "scored",
             "open",

@@ -4,7 +4,6 @@
 -- fenced by trainer
 -- ARGV  fence, entry id, group id, rollout index, batch id, reason, detail
 -- Returns  1, also when it is left out already; 0 when the shard has no such batch or entry (any more)
--- include clock
 -- include dead_letter
 local entry, rollout_index, batch = ARGV[2], tonumber(ARGV[4]), ARGV[5]
 local logged, exclusions = redis.call('XRANGE', keys.groups, entry, entry), redis.call('HGET', keys.applied, batch)

@@ -6,9 +6,5 @@
 local record = redis.call('HGET', keys.batches, ARGV[2]) or ''
 if not string.find(record, '"id":"' .. ARGV[3] .. '"', 1, true) then return 0 end
 redis.call('HDEL', keys.batches, ARGV[2])
-if ARGV[4] == '' then
-  redis.call('HDEL', keys.session, 'running')
-else
-  redis.call('HSET', keys.session, 'running', ARGV[4])
-end
+if ARGV[4] == '' then redis.call('HDEL', keys.session, 'running') else redis.call('HSET', keys.session, 'running', ARGV[4]) end
 return 1

@@ -5,7 +5,6 @@
 -- ARGV  fence, entry id, group id, id of the batch it is in ('' = none yet), reason, detail, trajectories, bytes
 -- Returns  1, 0 when the log has no such entry (any more) or the shard no such batch: after data loss the
 --       trainer applies the batch again and then repeats this
--- include clock
 -- include dead_letter
 -- include owners
 -- include prompt_end

@@ -4,15 +4,7 @@
 --       prompt_ends, group_hashes: group ...
 -- ARGV  those of a policy (lib/close), then items as they stand in the list: '<index> <group id>' ...
 -- Returns  {group id, outcome, data source, rewards, ...} of the groups that have ended
--- include count
--- include sizes
--- include members
--- include group
--- include slots
--- include ended
 -- include close
--- include evaluation
--- include keep
 -- include complete
 local APPLY_SLOTS = 1024
 local policy = policy_of(ARGV, 1)
@@ -80,6 +72,5 @@ for _, group in ipairs(groups) do
     save_group(group)
   end
 end
-write_counts()
-write_sizes()
+write_figures()
 return ended

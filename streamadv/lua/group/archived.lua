@@ -4,7 +4,6 @@
 --       entry ('' = it has read none)
 -- Returns  the entry up to which an archive has them: any but the second argument = the mark was not where it was read, or
 --          the server has lost that entry, which may end again
--- include announce
 -- include trim
 local mark = redis.call('HGET', keys.trainer, 'archived') or ''
 local function is_there(entry)

@@ -5,16 +5,7 @@
 -- Returns  {'ok' | 'open', epoch, version or '', slots, bytes reserved for a slot, weights, how many of the further
 --          ones}   opened, or open already. weights: '<version> <URI>' if the caller does not know of them, else ''
 --          {'ended', letter}                       it has ended
---          {'busy', reason, used, limit ...}       not admitted now
---          {'over'}                                the trainer has ended the run
---          {'mismatch', size, role}                open with another size or role
---          {'layout'}                              the run may have another number of shards: read the manifest again
---          {'broken'}                              its hash is not what the scripts wrote
--- include clock
--- include count
--- include sizes
--- include group
--- include ended
+--          or a refusal (lib/enter)
 -- include enter
 local spec, producer, limits, nonce, known = spec_of(ARGV, 1), unpack(ARGV, SPEC_ARGS + 1)
 
@@ -42,8 +33,7 @@ for i, hash in ipairs(keys.others) do
   hold(other, is_new)
   others = i
 end
-write_counts()
-write_sizes()
+write_figures()
 local weights = admission and admission.weights or ''
 if string.match(weights, '^%d+') == known then weights = '' end
 return {is_opened and 'ok' or 'open', group.epoch, group.version, #group.slots, group.slot_bytes, weights, others}

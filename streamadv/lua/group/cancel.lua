@@ -5,13 +5,8 @@
 --       cancelled, else '0'
 -- Returns  {'ok', index of each slot cancelled ...}   fewer than wanted: no more of those allowed are free
 --          {'ended', 'surplus' | 'late'}   the group had ended: nothing changes
---          {'busy', reason, used, limit ...}, {'mismatch', size, role}, {'layout'} or {'broken'}, as of `push`
--- include clock
--- include count
--- include sizes
--- include group
+--          or a refusal (lib/enter)
 -- include slots
--- include ended
 -- include enter
 -- include append
 -- include turns
@@ -63,7 +58,6 @@ if #cancelled > before then
   change(group, field, table.concat(cancelled, ' '))
 end
 save_group(group)
-write_counts()
-write_sizes()
+write_figures()
 table.insert(cancelled, 1, 'ok')  -- `unpack` has a limit
 return ended or cancelled

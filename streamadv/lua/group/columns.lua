@@ -3,13 +3,8 @@
 -- KEYS  group, open, groups, ended, ended_before, ledger, trainer, sizes, columns: payload
 -- ARGV  the group (see lib/enter); producer; limits (see lib/admit); bytes of the payload, names of the columns ('a,b')
 -- Returns  {'ok', 'brought'}, {'ok', 'duplicate'} if it has them, {'ok', 'lost'} if the payload had outlived its time, or
---          {'ended'}: it has ended, or nobody plays it; else as of `push`
--- include clock
--- include count
--- include sizes
--- include group
+--          {'ended'}: it has ended, or nobody plays it; else a refusal (lib/enter)
 -- include slots
--- include ended
 -- include enter
 local spec, producer, limits, bytes, names = spec_of(ARGV, 1), unpack(ARGV, SPEC_ARGS + 1)
 
@@ -38,6 +33,5 @@ else
   end
 end
 save_group(group)
-write_counts()
-write_sizes()
+write_figures()
 return {'ok', code}

@@ -6,16 +6,7 @@
 -- ARGV  those of a policy (lib/close), id of each group ...
 -- Returns  {groups looked at, id, outcome, data source, rewards of each that has ended ...}
 -- include clock
--- include count
--- include sizes
--- include members
--- include group
--- include slots
--- include ended
--- include malformed
 -- include close
--- include evaluation
--- include keep
 -- include complete
 -- include broken
 local EXPIRE_SLOTS = 1024
@@ -61,6 +52,5 @@ for i, hash in ipairs(keys.group_hashes) do
   end
   if slots >= EXPIRE_SLOTS then break end
 end
-write_counts()
-write_sizes()
+write_figures()
 return reply

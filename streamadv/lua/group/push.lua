@@ -13,17 +13,8 @@
 --       'again' (its packet is refused whole because another member is a duplicate or out of range, or to be sent again;
 --       this one is new, or follows a new one of its slot),
 --       'lost' (the payload had outlived its time: the packet is refused whole)
---   {'busy', reason, used, limit ...}   the group was unknown and is not admitted now
---   {'over'}                         the group was unknown and the trainer has ended the run
---   {'mismatch', size, role}               open with another size or role
---   {'layout'}                       the run may have another number of shards: read the manifest again
---   {'broken'}                       its hash is not what the scripts wrote
+--   a refusal (lib/enter)
 --          or the error STREAMEND: a stream takes no more entries; packets before are registered
--- include clock
--- include count
--- include sizes
--- include group
--- include ended
 -- include enter
 -- include append
 local PACKET_ARGS = 6
@@ -72,14 +63,6 @@ local function fill(slots, packet)
   return #filled == packet.count and table.concat(filled) .. string.sub(slots, at) or nil
 end
 
--- Append a packet to the first scorer's stream if it waits for rewards and the run has scorers. Returns what append does.
-local function append_packet(group, packet)
-  if has_scorers and string.find(packet.text, '^%d+ usable %- ') then
-    return append(group.id, packet, keys.scorer, 'scoring')
-  end
-  return append(group.id, packet, keys.rollouts, 'rollouts')
-end
-
 -- Register a packet of an open group. Returns whether it was.
 local function register(group, packet, codes)
   local slots = fill(group.slots, packet)
@@ -88,7 +71,11 @@ local function register(group, packet, codes)
   elseif packet.key ~= '' and redis.call('PERSIST', packet.key) == 0 then
     refuse(packet, 'lost', codes)
   else
-    ended = ended or append_packet(group, packet)
+    -- To the first scorer, if it waits for rewards and the run has scorers.
+    local is_unscored = has_scorers and string.find(packet.text, '^%d+ usable %- ')
+    local stream, name = keys.rollouts, 'rollouts'
+    if is_unscored then stream, name = keys.scorer, 'scoring' end
+    ended = ended or append(group.id, packet, stream, name)
     if not ended then
       group.slots = slots
       reserve(group.slot_bytes, -packet.count)
@@ -163,6 +150,5 @@ for i = 1, tonumber(ARGV[4]) do
   end
   replies[i] = push(spec, keys.group_hashes[i], packets)
 end
-write_counts()
-write_sizes()
+write_figures()
 return ended or replies

@@ -10,11 +10,6 @@
 -- An entry that somebody else has finished (XACK 0) is skipped, and so is one whose id another packet has: a server whose
 -- clock was set back, and that has lost writes, gives ids a second time. A member that no slot waits for is malformed and
 -- does not count; so is every member of a packet with usable ones whose payload does not exist.
--- include count
--- include sizes
--- include group
--- include slots
--- include ended
 -- include close
 local GROUP_ARGS, PACKET_ARGS = 3, 7
 local policy = policy_of(ARGV, 2)
@@ -80,15 +75,10 @@ for _, arrived in ipairs(groups) do
   end
 end
 if #others == 0 then
-  write_counts()
-  write_sizes()
+  write_figures()
   return reply
 end
 
--- include members
--- include malformed
--- include evaluation
--- include keep
 -- include complete
 -- include broken
 local has_refused = false
@@ -198,8 +188,7 @@ for _, arrived in ipairs(others) do
   end
   if outcome then note_ended(arrived, outcome, data_source, rewards) end
 end
-write_counts()
-write_sizes()
+write_figures()
 -- An entry that no push has counted was taken for one that it has: from here on its counter is right again.
 if has_refused then redis.call('HSET', keys.ledger, 'rollouts_packets', redis.call('XLEN', keys.rollouts)) end
 return reply

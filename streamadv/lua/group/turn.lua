@@ -8,15 +8,10 @@
 --          {'lost', number}                 it has fewer: the server has lost some; nothing changes
 --          {'large', bytes}                 they would be more than a rollout may have
 --          {'ended', letter}                the slot has ended: its letter, or digit of the tombstone; '' = no such slot
---          {'busy', ...}, {'over'}, {'mismatch', size, role}, {'layout'} or {'broken'}, as of `push`
+--          or a refusal (lib/enter)
 --   and without turns to append
 --          {'turns', data source, what its group shares or '', turn ...}   from the one after those that the caller knows
 --          {'none'}                         the group is neither open nor remembered
--- include clock
--- include count
--- include sizes
--- include group
--- include ended
 -- include enter
 -- include turns
 local OTHER_ARGS = SPEC_ARGS + 6
@@ -41,15 +36,6 @@ local function are_there(group, count)
   return true
 end
 
--- At most four times in the time that it is moved on by.
-local function move_deadline()
-  local now = shard_ms(redis.call('HMGET', keys.trainer, 'clock')[1], now_ms())
-  local deadline = tonumber(redis.call('ZSCORE', keys.open, spec.id) or '')
-  if deadline and now + deadline_ms * 3 / 4 > deadline then
-    redis.call('ZADD', keys.open, string.format('%.17g', now + deadline_ms), spec.id)
-  end
-end
-
 local function append(group)
   local count, bytes = turns_of(group, slot)
   if known < count then
@@ -62,7 +48,12 @@ local function append(group)
   change(group, 'turns:' .. slot, string.format('%d %d', count + appended, bytes))
   if not group.turned then change(group, 'turned', '1') end
   play(group, producer)
-  move_deadline()
+  -- The deadline is moved at most four times in the time that it is moved on by.
+  local now = shard_ms(redis.call('HMGET', keys.trainer, 'clock')[1], now_ms())
+  local deadline = tonumber(redis.call('ZSCORE', keys.open, spec.id) or '')
+  if deadline and now + deadline_ms * 3 / 4 > deadline then
+    redis.call('ZADD', keys.open, string.format('%.17g', now + deadline_ms), spec.id)
+  end
   return {'ok'}
 end
 
@@ -84,6 +75,5 @@ else
   reply = append(group)
 end
 save_group(group)  -- also one that was opened again and takes no turn: it is counted
-write_counts()
-write_sizes()
+write_figures()
 return reply

@@ -69,7 +69,7 @@ end
 --    batch_groups or '', bytes a slot needs}
 --               each with the last entry of the stream `admission` behind it ('' = none), see lib/announce
 --   {'layout'}  nobody has confirmed that the run has so many shards: the server may have lost its manifest, and nobody
---               may read what is pushed here
+--               may read what is pushed here. Read the manifest again
 -- What is reserved is a function of the open groups' free slots, so no credit can leak.
 local function admit(hash, spec, producer)
   if admission.known_shards ~= admission.shards then return nil, {'layout'} end

@@ -2,6 +2,10 @@
 -- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, prompt_ends
 --   policy  partial_min_usable ('' = drop), zero_variance ('1' = filter), difficulty_low, difficulty_high
 --           ('' = off), dedupe_groups
+-- include sizes
+-- include group
+-- include slots
+-- include ended
 local POLICY_ARGS = 5
 local TOMBSTONE = {['.'] = '0', p = '2', u = '1', s = '1', x = '1'}
 

@@ -3,7 +3,10 @@
 --   '<bytes> <fencing epoch> <mask>\n<members>\n<member table>'
 -- members: see lib/members. mask: '1' for each member that counts for the group, else '0'. What `producer.score` brought
 -- is in the fields 'score:<slot>' (JSON) and 'score_value:<slot>' (the reward, or 'x' = unscorable).
--- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, kept, trainer, prompt_ends
+-- KEYS  open, groups, ended, ended_before, ledger, garbage, sizes, evals, kept, trainer, prompt_ends
+-- include members
+-- include evaluation
+-- include keep
 local function packet_field(packet)
   return packet.bytes .. ' ' .. packet.epoch .. ' ' .. mask_of(packet) .. '\n' .. packet.text .. '\n' .. packet.table
 end

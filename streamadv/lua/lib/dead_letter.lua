@@ -1,6 +1,7 @@
 -- Dead letters in the sorted set `dead`. The score is the time of death (ms), negative once a letter is emptied: so the
 -- letters with payloads follow the emptied ones, the oldest first.
 -- KEYS  dead, dead_group, ledger, garbage
+-- include clock
 local DEAD_DETAIL = 2000  -- characters
 local DEAD_BULK = {'log:payloads', 'log:tables', 'log:scores'}  -- only a group that can be requeued needs this
 

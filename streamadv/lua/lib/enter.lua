@@ -1,5 +1,9 @@
 -- Entering a group: it is opened if need be.
--- KEYS  open, groups, ledger, trainer, sizes
+-- KEYS  open, groups, ended, ended_before, ledger, trainer, sizes
+-- include clock
+-- include sizes
+-- include group
+-- include ended
 local SPEC_ARGS = 2
 
 -- The arguments of a group that may be opened: id, '<role> <size> <slots> <deadline, ms> <data source>', the
@@ -23,8 +27,8 @@ end
 
 -- Make sure that a group without a tombstone is open, with this size and role. If its first caller had withdrawn it,
 -- `holder` takes it over. limits: see lib/admit. The caller saves the group. Returns the group, whether this call opened it
--- or took it over, and nil or a refusal: see `admit`, {'mismatch', size, role}, or {'broken'} if its hash is not what the
--- scripts wrote.
+-- or took it over, and nil or a refusal: of a group that is not open one of `admit` (lib/admit), else {'mismatch', its
+-- size, its role}, or {'broken'} if its hash is not what the scripts wrote.
 local function enter(group, spec, producer, limits, holder)
   if group.state == 'broken' then return nil, false, {'broken'} end
   if group.state == 'none' then

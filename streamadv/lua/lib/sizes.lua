@@ -1,10 +1,11 @@
 -- What trajectories of this run need, and what is reserved for the free slots of open groups.
--- KEYS  sizes
+-- KEYS  sizes, ledger
 -- The hash `sizes` of a shard:
 --   'h<b>'      trajectories pushed that have at most 2^(b/4) bytes, by the mean of their packet, and do not fit below;
 --               older ones count less and less
 --   'in', 'out' payload bytes that results were computed for, and bytes of these results
 --   'u<bytes>'  free slots of open groups, by the bytes a slot needed when its group was opened
+-- include count
 local SIZES_MOST = 240  -- buckets above would be of payloads that no server holds
 
 local function size_bound(bucket) return math.ceil(2 ^ (math.min(bucket, SIZES_MOST) / 4)) end
@@ -36,8 +37,9 @@ local function add(key, field, count)
   return redis.call('HINCRBY', key, field, count)
 end
 
--- Write what this call has reserved and noted.
-local function write_sizes()
+-- Write what this call has counted, reserved and noted.
+local function write_figures()
+  write_counts()
   for bytes, count in pairs(free) do
     local field = 'u' .. bytes
     if count ~= 0 and add(keys.sizes, field, count) <= 0 then redis.call('HDEL', keys.sizes, field) end

@@ -1,6 +1,7 @@
 -- Forget the oldest kept groups: while they fill more than seven eighths of the budget, so that there is room for new ones,
 -- and all in turn above maxmemory. In a run with an archive only those that the archive has.
 -- KEYS  kept, ledger, trainer, garbage, admission
+-- include announce
 local TRIM_COUNT = 64
 
 -- Groups up to this entry may go: the field `archived` of `trainer` says which one the archive has reached.

@@ -8,7 +8,6 @@
 --       ended, prompts that had ended above `next`; `next` of each source; each counter and its value; these prompts
 -- Returns  1 if something was set back, else 0
 -- include prompts
--- include prompt_state
 local name, description, born, branch = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local sources, counters, begun = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local following = {}

@@ -20,8 +20,7 @@ from streamadv.grouping.scoring_streams import UnscoredTrajectory
 from streamadv.producer import Producer
 from streamadv.run import Run
 from streamadv.run.consumer import GROUPER, PENDING_PAGE
-from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
-from streamadv.run.malformed import list_malformed
+from streamadv.run.dead_letters import list_dead, list_malformed, purge, requeue, show_dead
 from streamadv.status import read_status
 from streamadv.status.causes import reasons_of
 from streamadv.status.exported import samples
@@ -436,7 +435,7 @@ def test_items_of_lists_that_are_no_text_are_removed(redis_url: str, run: str) -
         scripts.rpush(keys.garbage, keys.payload("").encode() + b"\xff 12")
         Housekeeping(joined).round()
         assert scripts.llen(keys.scored) == scripts.llen(keys.garbage) == 0
-        assert {note.detail for note in list_malformed(joined.home)} == {
+        assert {note.detail for _, note in list_malformed(joined.home, 0)} == {
             "no slot of a group",
             "no payload and its bytes",
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamadv.errors import SettingError
-from streamadv.run.budget import byte_budget
+from streamadv.run.run import byte_budget
 
 
 def test_the_byte_budget_follows_the_server() -> None:

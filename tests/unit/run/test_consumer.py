@@ -136,5 +136,5 @@ def test_every_stage_forgets_consumers_that_are_gone(
     for name in ("gone", "me"):
         consumer = consumer_of(run, stage, name=name)
         assert consumer.read(1) == []
-    left: Any = fake.scripts.xinfo_consumers(consumer.streams[0], stage)
+    left: Any = fake.scripts.xinfo_consumers(consumer._cursors[0].stream, stage)
     assert [each["name"] for each in left] == [b"me"]

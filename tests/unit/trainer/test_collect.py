@@ -15,7 +15,7 @@ from streamadv.batch.progress import NamedBatch
 from streamadv.batch.record import read_records, work_items
 from streamadv.errors import NoBatchError
 from streamadv.run import Run, Shard
-from streamadv.run.malformed import list_malformed
+from streamadv.run.dead_letters import list_malformed
 from streamadv.store.connection import Connection
 from streamadv.trainer import loop
 from streamadv.trainer.collect import Collector
@@ -50,8 +50,8 @@ def log_of(run: Run, leads: bool = True) -> Collector:
 
 def problem_of(run: Run) -> str:
     """Why the one entry that was removed from the results log is none."""
-    (note,) = list_malformed(run.home)
-    assert note.id.startswith("results/")
+    ((_, note),) = list_malformed(run.home, 0)
+    assert note.group_id.startswith("results/")
     return note.detail
 
 
@@ -95,7 +95,7 @@ def test_rank_0_removes_what_is_of_no_batch(computed: Run) -> None:
     assert scripts.xlen(key) == 4
     log_of(computed).read()
     assert [left for left, _ in scripts.xrange(key)] == [entry]
-    notes = [note.detail for note in list_malformed(computed.home)]
+    notes = [note.detail for _, note in list_malformed(computed.home, 0)]
     assert notes == ["field batch is missing", "batch 'none' is none of this run"]
 
 
