@@ -25,22 +25,25 @@ from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .announcements import Lines, Place
-from .checks import GroupRequest, check_deadline, check_group
-from .encode import Push
 from .extra_columns import ColumnsPush
 from .membership import Membership
-from .replies import (
+from .requests import (
     NO_ROOM,
+    OUT_OF_MEMORY,
+    STAGE,
+    AdmissionPause,
+    GroupCall,
+    Pause,
+    Push,
     Reply,
-    announcement,
+    Steps,
     busy_error,
     check_group_reply,
     is_over_share,
     refusal,
 )
-from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, Steps
 from .resend import ResendWindow
-from .tickets import GroupSpec, PushResult, Ticket, new_group_id
+from .tickets import GroupRequest, GroupSpec, PushResult, Ticket, check_deadline, check_group, new_group_id
 
 MAX_AHEAD: Final = 63
 
@@ -164,7 +167,7 @@ class Admission:
         self.lines.join(place, (shard, role))
         stream = self._membership.manifest.keys.shard(shard).admission
         try:
-            yield AdmissionPause(seconds, stream, announcement(reply) or b"0-0", place)
+            yield AdmissionPause(seconds, stream, bytes(reply[-1]) or b"0-0", place)
         except ResponseError as error:  # nobody may read it, or it is no stream
             self._unannounced.because(Reason("unannounced", one_line(str(error))))
             yield Pause(seconds)

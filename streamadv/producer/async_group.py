@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 from .. import clock, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
-from .base_group import BaseGroup, BaseRollout, awaited
+from .base_group import BaseGroup, BaseRollout, Slots, awaited
 from .failures import Outcome
 from .group import Group, Rollout
-from .slots import Slots
 from .tickets import Ticket
 
 if TYPE_CHECKING:

@@ -16,18 +16,15 @@ from ..store.retry import RETRYABLE
 from .admission import Ahead
 from .announcements import await_room_async
 from .async_group import AsyncGroup, AsyncRollout
-from .base_group import awaited
+from .base_group import Slots, awaited
 from .base_producer import BaseProducer
-from .checks import GroupRequest
-from .encode import Push
 from .extra_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .producer import Producer
 from .prompted import PromptedGroups
-from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
+from .requests import AdmissionPause, Attempt, Memory, Pause, Push, Rest, ServerIds, Steps, T, attempts
 from .sender import Sender
-from .slots import Slots
-from .tickets import Ticket
+from .tickets import GroupRequest, Ticket
 
 
 class AsyncProducer(

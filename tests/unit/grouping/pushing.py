@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from streamadv.producer.encode import GroupPush, Push
+from streamadv.producer.requests import GroupPush, Push
 from streamadv.run import Run
 from streamadv.store.calls import run_script, run_transaction
 from streamadv.store.exchange import Payloads

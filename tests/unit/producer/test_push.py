@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamadv.errors import GroupEndedError, TrajectoryError
 from streamadv.producer import producer as producer_module
-from streamadv.producer.encode import MAX_SLICE_BYTES
+from streamadv.producer.requests import MAX_SLICE_BYTES
 from streamadv.run import Run
 from streamadv.run.packets import fetch_columns
 from streamadv.status import read_status
