@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ..errors import RunEndedError, StreamadvError
-from ..store.calls import run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
+from ..store.scripts import run_script_async, run_transaction_async, server_ids_async
 from .admission import Ahead
 from .announcements import await_room_async
 from .async_group import AsyncGroup, AsyncRollout

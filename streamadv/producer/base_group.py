@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 from .. import clock, metrics
 from ..errors import SettingError, StreamadvError, TrajectoryError
 from ..messages import brief
-from ..trajectory.checked import Checked
+from ..trajectory.members import Checked
 from ..trajectory.schema import Row, Step, Trajectory
 from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
 from .logic import ProducerLogic

@@ -19,9 +19,9 @@ from ..messages import brief, first_problem
 from ..store.exchange import Payloads
 from ..store.keys import ShardKeys
 from ..store.scripts import ScriptCall, script_call
-from ..trajectory.checked import Checked, CheckedRow
 from ..trajectory.columns import cast_array
-from ..trajectory.packet import NBYTES, field_of
+from ..trajectory.members import Checked, CheckedRow
+from ..trajectory.packet_encoding import NBYTES, field_of
 from ..trajectory.schema import TOKEN_COLUMNS, Column, Row
 
 

@@ -13,11 +13,10 @@ from ..errors import ProducerClosedError, RunEndedError, StreamadvError
 from ..forks import renewed_at_fork
 from ..run.manifest import RunSettings
 from ..settings import run_name
-from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
-from ..store.scripts import ScriptCall
+from ..store.scripts import ScriptCall, run_script, run_transaction, server_ids
 from ..trajectory.schema import Trajectory
 from .admission import Ahead
 from .announcements import await_room

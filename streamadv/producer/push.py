@@ -12,9 +12,8 @@ from ..errors import Busy, StreamadvError, TrajectoryError
 from ..store.keys import ShardKeys
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
-from ..trajectory.checked import Checked
-from ..trajectory.packet import Packet
-from ..trajectory.packet_encoding import encode_packets, ended_packets, select_members
+from ..trajectory.members import Checked
+from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
 from .extra_columns import ColumnsPush, GroupColumns, conform, kinds_of, read_columns

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..errors import TrajectoryError
 from ..messages import brief
-from ..trajectory.checked import Checked, CheckedRow, StepSpan
 from ..trajectory.columns import (
     COLUMN_NAME,
     KNOWN_COLUMNS,
@@ -24,6 +23,7 @@ from ..trajectory.columns import (
     unchecked_array,
 )
 from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
+from ..trajectory.members import Checked, CheckedRow, StepSpan
 from ..trajectory.names import check_names
 from ..trajectory.schema import (
     MAX_GROUP_SIZE,

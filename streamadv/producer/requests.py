@@ -23,8 +23,7 @@ from ..store.keys import ShardKeys
 from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall, script_call
-from ..trajectory.packet import Packet
-from ..trajectory.packet_encoding import merge_packets
+from ..trajectory.packet_encoding import Packet, merge_packets
 from .extra_columns import ColumnsPush
 from .tickets import GroupSpec
 

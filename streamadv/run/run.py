@@ -10,11 +10,10 @@ from typing import Any
 
 from .. import clock
 from ..errors import EpochFencedError, SettingError
-from ..store.calls import run_script, server_ids_with
 from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
 from ..store.replies import as_count
-from ..store.scripts import FENCED, script_call
+from ..store.scripts import FENCED, run_script, script_call, server_ids_with
 from .budget import byte_budget
 from .ledger import NAMES
 from .manifest import (

@@ -155,13 +155,19 @@ def check_together(columns: Sequence[Mapping[str, Array]]) -> None:
             check_values(name, array)
 
 
-def span_of(versions: Array, mask: Array) -> tuple[int, int] | None:
-    """The oldest and the newest version of trainable tokens, at least 0; None if there are none.
+def versions_of(
+    stated: int | tuple[int, int] | None, rows: Sequence[Mapping[str, Array]]
+) -> tuple[int, int] | None:
+    """The oldest and the newest policy version of a trajectory, at least 0; None if nobody knows.
 
-    versions: [N] int32. mask: [N] uint8, 0 or 1.
+    That is of the trainable tokens in its rows, where these have the column `versions`, else what is `stated`.
     """
-    trained = versions[mask.view(np.bool_)]
-    return (max(0, _least(trained)), max(0, _greatest(trained))) if len(trained) else None
+    if rows and "versions" in rows[0]:  # then all rows have them
+        trained = [row["versions"][row["response_mask"].view(np.bool_)] for row in rows]
+        versions = trained[0] if len(rows) == 1 else np.concatenate(trained)
+        if len(versions):
+            return max(0, _least(versions)), max(0, _greatest(versions))
+    return (stated, stated) if isinstance(stated, int) else stated
 
 
 def _least(array: Array) -> Any:

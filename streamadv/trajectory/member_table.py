@@ -70,7 +70,8 @@ _CACHED_TEXT: Final = 1024
 
 def encode_table(members: Members, columns: Sequence[str]) -> bytes:
     """The member table. columns: names of the payload's columns."""
-    has_many_rows = len(members.rows) != len(members)
+    count = len(members.table)
+    has_many_rows = len(members.rows) != count
     names = (tuple(columns), members.states, tuple(members.rewards), tuple(members.entries))
     text = _text(*names) if members.states else _cached_text(*names)
     parts = [
@@ -82,7 +83,7 @@ def encode_table(members: Members, columns: Sequence[str]) -> bytes:
         text,
     ]
     size = _HEAD.size + sum(map(len, parts))
-    return b"".join([_HEAD.pack(size, len(members), _MANY_ROWS * has_many_rows, len(text)), *parts])
+    return b"".join([_HEAD.pack(size, count, _MANY_ROWS * has_many_rows, len(text)), *parts])
 
 
 def _text(

@@ -29,12 +29,11 @@ from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
 from streamadv.store import connection as connection_module
-from streamadv.store.calls import run_transaction, run_transaction_async
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import NotNowError
-from streamadv.store.scripts import ScriptCall, script_call
+from streamadv.store.scripts import ScriptCall, run_transaction, run_transaction_async, script_call
 from streamadv.trainer import delivery
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until

@@ -13,10 +13,15 @@ from streamadv.errors import TrajectoryError
 from streamadv.producer.extra_columns import conform, kinds_of
 from streamadv.producer.records import check_records, read_by_hand
 from streamadv.producer.tickets import Ticket
-from streamadv.trajectory.checked import Checked
 from streamadv.trajectory.columns import KNOWN_COLUMNS
-from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, Packet
-from streamadv.trajectory.packet_encoding import encode_packets, merge_packets
+from streamadv.trajectory.members import Checked
+from streamadv.trajectory.packet_encoding import (
+    LARGE_COLUMN,
+    MAX_PACKET_BYTES,
+    Packet,
+    encode_packets,
+    merge_packets,
+)
 from streamadv.trajectory.schema import Step
 
 LIMIT = 1 << 20
