@@ -9,7 +9,7 @@ from numbers import Integral
 from types import EllipsisType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
-from .. import clock, metrics
+from .. import metrics
 from ..errors import SettingError, StreamadvError, TrajectoryError
 from ..messages import brief
 from ..trajectory.members import Checked
@@ -62,11 +62,6 @@ class Slots:
         self.ended: set[int] = set()
         self.cancelled: set[int] = set()  # cancelled while they may still be played here
         self.failures: dict[int, str] = {}
-
-    @classmethod
-    def of_group(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
-        """All slots of the group that has just been begun. ticket: its first one."""
-        return cls(logic, ticket, range(ticket.slots))
 
     @classmethod
     def of_received(cls, logic: ProducerLogic, ticket: Ticket) -> Self:
@@ -141,13 +136,11 @@ class Slots:
 
     def cancel(self, count: int | None, indices: Iterable[int] | None) -> Steps[PushResult]:
         """Cancel by count or by indices, as `Group.cancel`."""
-        if count is not None and indices is None:
+        if (count is None) == (indices is None):
+            raise SettingError("cancel: give either count or indices")
+        if count is not None:
             return (yield from self._cancel_count(count))
-        if indices is not None and count is None:
-            return (yield from self._cancel_indices(list(dict.fromkeys(indices))))
-        raise SettingError("cancel: give either count or indices")
-
-    def _cancel_indices(self, indices: list[int]) -> Steps[PushResult]:
+        indices = list(dict.fromkeys(indices or ()))
         for index in indices:
             if not isinstance(index, Integral) or isinstance(index, bool) or index not in self.indices:
                 raise TrajectoryError(f"cancel: group {self.ticket.group_id} has no rollout {brief(index)}")
@@ -280,7 +273,7 @@ class BaseGroup(Generic[R]):
     def __init__(self, producer: Any, ticket: Ticket) -> None:
         """ticket: the first one of a group that has just been begun."""
         self._producer = producer
-        self._slots = Slots.of_group(producer._logic, ticket)
+        self._slots = Slots(producer._logic, ticket, range(ticket.slots))
         self.group_id = ticket.group_id
         self.size = ticket.group_size
         self.model_version = ticket.model_version
@@ -321,10 +314,6 @@ class BaseGroup(Generic[R]):
         if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
             raise SettingError(f"retries is {brief(retries)}, needs a whole number of at least 0")
         return [(rollout, Outcome(retries=retries)) for rollout in self if not rollout.ended]
-
-    def _is_played_again(self, rollout: R, outcome: Outcome, started: float) -> bool:
-        """Whether a rollout that was played from `started` on has failed, and is played once more."""
-        return self._slots.is_played_again(rollout.rollout_index, outcome, clock.now() - started)
 
     def _results(self, played: Sequence[tuple[R, Outcome]]) -> list[Any]:
         """What the calls of `play` returned. Raises as `Failures.exception_to_raise` decides."""

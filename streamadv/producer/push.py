@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -174,20 +175,40 @@ class Pushes:
 
         Raises TrajectoryError when there are fewer; those are cancelled nevertheless.
         """
-        counts = [min(MAX_SLICE_MEMBERS, count - start) for start in range(0, count, MAX_SLICE_MEMBERS)]
-        # Under one nonce a call may be repeated.
-        calls = [(doors.random_bytes(8).hex(), part) for part in counts]
         allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
         spec, shard = GroupSpec.of(ticket), self._membership.shard_of(ticket.group_id)
         server_id = self._resend.server_of(shard)
+        codes: list[str] = []
         cancelled: list[int] = []
         try:
-            codes = yield from self._send_cancels(spec, calls, allowed, cancelled)
+            while len(codes) < count:
+                part = min(MAX_SLICE_MEMBERS, count - len(codes))
+                # Under one nonce a call may be repeated. Of those for which the last argument has a '1' it takes the
+                # highest.
+                own = [doors.random_bytes(8).hex(), part, allowed[: min(cancelled, default=len(allowed))]]
+                call = partial(self._cancel_call, spec, own)
+                reply = yield from self._admission.call_group_script(spec, call, waits=True)
+                has_ended = (
+                    reply[0] == b"ended"
+                )  # surplus or late; else these are the slots that are cancelled now
+                now = [] if has_ended else [int(index) for index in reply[1:]]
+                cancelled += now
+                if not has_ended and len(now) < part:
+                    raise TrajectoryError(
+                        f"cancel: {count} rollouts of group {spec.group_id} were to be cancelled, the rest has ended: "
+                        f"{', '.join(map(str, cancelled)) or 'none'} cancelled now"
+                    )
+                metrics.producer_pushed()
+                codes += [reply[1].decode() if has_ended else "pushed"] * part
         finally:  # sent again are these slots: others may be free by then
-            for part in slices(ended_packets(sorted(cancelled), "cancelled", ticket.role), load_of):
-                kept = tuple([packet.frozen() for packet in part])
+            for packets in slices(ended_packets(sorted(cancelled), "cancelled", ticket.role), load_of):
+                kept = tuple([packet.frozen() for packet in packets])
                 self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
         return PushResult(codes, cancelled)
+
+    def _cancel_call(self, spec: GroupSpec, own: Sequence[Any], arguments: list[Any]) -> ScriptCall:
+        keys = self._membership.keys_of(spec.group_id)
+        return script_call("cancel", keys, [*arguments, *own], group=spec.group_id)
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -280,43 +301,6 @@ class Pushes:
                 f"record {first}: rollout_index is {index_of[first]}, group {spec.group_id} has no such slot"
             )
         return codes
-
-    def _send_cancels(
-        self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str, indices: list[int]
-    ) -> Steps[list[str]]:
-        """Cancel slots, so many by each call, of those for which `allowed` has a '1'. Notes which ones in `indices`.
-
-        Raises TrajectoryError.
-        """
-        codes: list[str] = []
-        for nonce, count in calls:
-            below = allowed[: min(indices, default=len(allowed))]
-            cancelled, after_end = yield from self._send_cancel(spec, nonce, count, below)
-            indices += cancelled
-            if after_end is None and len(cancelled) < count:
-                wanted = sum(count for _, count in calls)
-                raise TrajectoryError(
-                    f"cancel: {wanted} rollouts of group {spec.group_id} were to be cancelled, the rest has ended: "
-                    f"{', '.join(map(str, indices)) or 'none'} cancelled now"
-                )
-            part_codes = [after_end or "pushed"] * count
-            metrics.producer_pushed()
-            codes += part_codes
-        return codes
-
-    def _send_cancel(
-        self, spec: GroupSpec, nonce: str, count: int, allowed: str
-    ) -> Steps[tuple[list[int], str | None]]:
-        """The slots that are cancelled now; of a group that had ended none, and why: surplus or late."""
-        keys = self._membership.keys_of(spec.group_id)
-
-        def call(arguments: list[Any]) -> ScriptCall:
-            return script_call("cancel", keys, [*arguments, nonce, count, allowed], group=spec.group_id)
-
-        reply = yield from self._admission.call_group_script(spec, call, waits=True)
-        if reply[0] == b"ended":
-            return [], reply[1].decode()
-        return [int(index) for index in reply[1:]], None
 
     def _with_extras(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Checked]]:
         """The trajectories with their extra columns as the run has them; new ones are fixed. Raises TrajectoryError."""

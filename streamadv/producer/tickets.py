@@ -208,7 +208,7 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         group_id, source, metadata = shared.group_id, shared.data_source, shared.metadata
     if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
         raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
-    check_deadline(request.deadline_s)
+    check_seconds("deadline_s", request.deadline_s, MAX_DEADLINE_S)
     check_seconds("timeout", request.timeout, zero=True)
     slots, role = request.size + redundancy, str(request.role)
     deadline_s = None if request.deadline_s is None else float(request.deadline_s)
@@ -240,11 +240,6 @@ def check_score(
         },
         f"score of {brief(group_id)}/{brief(rollout_index)}",
     )
-
-
-def check_deadline(deadline_s: float | None) -> None:
-    """Raises SettingError unless it is None or seconds above 0, at most MAX_DEADLINE_S."""
-    check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
 
 
 def check_seconds(name: str, value: float | None, limit: float = math.inf, *, zero: bool = False) -> None:

@@ -157,7 +157,7 @@ class Run:
         return total
 
     def server_ids(self) -> list[str | None]:
-        """Which server has each shard, see `calls.server_ids`."""
+        """Which server has each shard, see `scripts.server_ids`."""
         return self.server_ids_with(self.connection.scripts.pipeline(transaction=False))[0]
 
     def server_ids_with(self, pipe: Any) -> tuple[list[str | None], list[Any]]:

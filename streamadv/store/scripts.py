@@ -259,16 +259,12 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
 
     A server that does not know the script is sent its text: the hashes are there, or the script finds them gone.
     """
-    client = connection.push
-    if not isinstance(client, Client):
-        return _run_in_pipeline(connection, client, payloads, call)
-    try:
-        return client.transact(payloads, ("EVALSHA", *call.by_hash))
-    except NoScriptError:
-        return client.eval(*call.by_text)
-
-
-def _run_in_pipeline(connection: Connection, client: Any, payloads: Payloads, call: ScriptCall) -> Any:
+    client: Any = connection.push
+    if isinstance(client, Client):
+        try:
+            return client.transact(payloads, ("EVALSHA", *call.by_hash))
+        except NoScriptError:
+            return client.eval(*call.by_text)
     try:
         with not_now():
             try:

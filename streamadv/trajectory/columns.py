@@ -136,7 +136,10 @@ def check_values(name: str, array: Array) -> None:
         most = LOG_PROB_ROUNDING if name in LOG_PROBS else LARGEST
         # With a NaN both are NaN, and no comparison holds.
         if not (_least(array) >= -LARGEST and _greatest(array) <= most):
-            _raise_for_floats(array, most)
+            finite = np.isfinite(array)
+            first = int(np.flatnonzero(~finite if not finite.all() else array > most)[0])
+            needs = "at most 0: it is the logarithm of a probability" if finite.all() else "finite numbers"
+            raise ValueError(f"is {array[first]} at token {first}, needs {needs}")
     elif name == "response_mask" and array.size and _greatest(array) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
@@ -179,17 +182,6 @@ def _least(array: Array) -> Any:
 def _greatest(array: Array) -> Any:
     return (
         array.item(array.argmax()) if array.nbytes <= _SHORT_COLUMN else np.maximum.reduce(array, None).item()
-    )
-
-
-def _raise_for_floats(array: Array, most: float) -> None:
-    finite = np.isfinite(array)
-    if not finite.all():
-        first = int(np.flatnonzero(~finite)[0])
-        raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
-    first = int(np.flatnonzero(array > most)[0])
-    raise ValueError(
-        f"is {array[first]} at token {first}, needs at most 0: it is the logarithm of a probability"
     )
 
 

@@ -183,13 +183,6 @@ class Members:
 NO_MEMBERS: Final = Members(np.zeros(0, MEMBER), np.zeros(0, ROW))
 
 
-def role_of(flags: int) -> Role:
-    """The role that a member's flags say."""
-    if flags & EVAL:
-        return Role.EVAL
-    return Role.BASELINE if flags & BASELINE else Role.TRAIN
-
-
 def offsets(counts: Array | Sequence[int]) -> Positions:
     """[K + 1] int64: 0, and the running sums of the K `counts`."""
     sums = np.zeros(len(counts) + 1, np.int64)
@@ -397,7 +390,7 @@ def references_of(members: Members, owners: Iterable[tuple[str, str | None]]) ->
             status=STATUSES[status],
             reward=reward if flags & HAS_REWARD else None,
             rewards={name: values[member] for name, values in named if not isnan(values[member])},
-            role=role_of(flags),
+            role=Role.EVAL if flags & EVAL else Role.BASELINE if flags & BASELINE else Role.TRAIN,
             versions=(oldest, newest) if flags & HAS_VERSION else None,
             data_source=owner[1],
             steps=tuple(
