@@ -41,11 +41,9 @@ from streamadv.status.seen import kept_entries
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.checked import Checked
 from streamadv.trajectory.member_table import packets_problem
-from streamadv.trajectory.members import Members, Reference, members_of, references_of
-from streamadv.trajectory.packet import Packet
-from streamadv.trajectory.packet_encoding import encode_packets
+from streamadv.trajectory.members import Checked, Members, Reference, members_of, references_of
+from streamadv.trajectory.packet_encoding import Packet, encode_packets
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 Forward = Callable[[float], None]

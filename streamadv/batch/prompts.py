@@ -20,7 +20,7 @@ from ..prompts.steps import PAGE, Ends, end, give_back
 from ..prompts.stored import GONE, NOBODY, Stored, carry_out, read, read_sets
 from ..run import Run
 from ..run.heartbeats import Attendance
-from ..store.calls import run_script
+from ..store.scripts import run_script
 from .progress import Progress
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from ..integrations.engines import Episode
 from ..messages import log_fields, one_line
 from ..metrics import instruments
 from ..producer.async_producer import AsyncProducer
-from ..producer.slots import Slots
+from ..producer.base_group import Slots
 from ..producer.tickets import Ticket
 from ..trajectory.members import STEP
 from ..trajectory.schema import MAX_ROWS, MAX_STEPS

@@ -20,11 +20,11 @@ from ..run.consumer import Entry, entries_of
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, read_packet
 from ..store.retry import NotNowError
-from ..trajectory.checked import StepSpan
 from ..trajectory.columns import Array
 from ..trajectory.member_table import encode_table, read_table
-from ..trajectory.members import Reference
-from ..trajectory.packet import StoredPacket, member_line
+from ..trajectory.members import Reference, StepSpan
+from ..trajectory.packet import StoredPacket
+from ..trajectory.packet_encoding import member_line
 from ..trajectory.payload import Payload
 from ..trajectory.schema import Role, Status
 

@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 from .. import doors, metrics, tracing
 from ..errors import GroupEndedError, SettingError
 from ..messages import brief, log_fields, one_line
+from ..run.manifest import MAX_DEADLINE_S
 from ..store.reasons import Reason
 from ..store.replies import as_count
 from ..store.retry import Outage
@@ -25,22 +26,25 @@ from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .announcements import Lines, Place
-from .checks import GroupRequest, check_deadline, check_group
-from .encode import Push
 from .extra_columns import ColumnsPush
 from .membership import Membership
-from .replies import (
+from .requests import (
     NO_ROOM,
+    OUT_OF_MEMORY,
+    STAGE,
+    AdmissionPause,
+    GroupCall,
+    Pause,
+    Push,
     Reply,
-    announcement,
+    Steps,
     busy_error,
     check_group_reply,
     is_over_share,
     refusal,
 )
-from .requests import OUT_OF_MEMORY, STAGE, AdmissionPause, GroupCall, Pause, Steps
 from .resend import ResendWindow
-from .tickets import GroupSpec, PushResult, Ticket, new_group_id
+from .tickets import GroupRequest, GroupSpec, PushResult, Ticket, check_group, check_seconds, new_group_id
 
 MAX_AHEAD: Final = 63
 
@@ -148,8 +152,7 @@ class Admission:
                 spec = spec if has_given_id else spec._replace(group_id=new_group_id())
         wait.over()
         if self._membership.closed:
-            for group_id in (spec.group_id, *call.others):
-                self.leave_unclaimed(call, group_id)
+            self.leave_unclaimed(call, spec.group_id, *call.others)
             self._membership.check_open()
         tickets = self._first_tickets(spec, call, reply)
         ids = (ticket.group_id for ticket in tickets)
@@ -164,7 +167,7 @@ class Admission:
         self.lines.join(place, (shard, role))
         stream = self._membership.manifest.keys.shard(shard).admission
         try:
-            yield AdmissionPause(seconds, stream, announcement(reply) or b"0-0", place)
+            yield AdmissionPause(seconds, stream, bytes(reply[-1]) or b"0-0", place)
         except ResponseError as error:  # nobody may read it, or it is no stream
             self._unannounced.because(Reason("unannounced", one_line(str(error))))
             yield Pause(seconds)
@@ -207,8 +210,7 @@ class Admission:
                 reply = yield request
             return reply
         except BaseException:  # also when the steps are closed: no reply has come, and the groups may be open
-            for group_id in (spec.group_id, *call.others):
-                self.leave_unclaimed(call, group_id)
+            self.leave_unclaimed(call, spec.group_id, *call.others)
             raise
 
     def _begin_call(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None) -> ScriptCall:
@@ -307,7 +309,7 @@ class Admission:
         columns = f"+{spec.columns}" if spec.columns else ""
         group = f"{role} {spec.size} {spec.slots}{columns} {deadline_ms} {spec.data_source or ''}"
         pacing = (groups_elsewhere, manifest.max_staleness, manifest.batch_groups)
-        limits = (slot_bytes, budget, self._membership.shards, *pacing, int(is_new))
+        limits = (slot_bytes, budget, len(manifest.keys.salts), *pacing, int(is_new))
         words = ["-" if limit is None else str(limit) for limit in limits]
         return [spec.group_id, group, self._membership.owner, " ".join(words)]
 
@@ -323,9 +325,9 @@ class Admission:
             pass
         return group_id
 
-    def leave_unclaimed(self, call: BeginCall, group_id: str) -> None:
-        """Note that nobody waits for the group that this call may have opened: `withdraw` undoes it."""
-        self.unclaimed.add((call.nonce, group_id))
+    def leave_unclaimed(self, call: BeginCall, *group_ids: str) -> None:
+        """Note that nobody waits for groups that this call may have opened: `withdraw` undoes them."""
+        self.unclaimed.update((call.nonce, group_id) for group_id in group_ids)
 
     def withdraw(self) -> Steps[None]:
         """Undo the opening of groups by calls whose callers no longer wait."""
@@ -337,7 +339,7 @@ class Admission:
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
         shard = self._membership.shard_of(group_id)
-        check_deadline(deadline_s)
+        check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
         milliseconds = round((deadline_s or self._membership.manifest.group_deadline_s) * 1000)
         first = self._touch(group_id, milliseconds)
         result = yield from self._resend.send(shard, first, self._touch, group_id, milliseconds)

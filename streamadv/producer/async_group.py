@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 from .. import clock, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
-from .base_group import BaseGroup, BaseRollout, awaited
+from .base_group import BaseGroup, BaseRollout, Slots, awaited
 from .failures import Outcome
 from .group import Group, Rollout
-from .slots import Slots
 from .tickets import Ticket
 
 if TYPE_CHECKING:
@@ -24,13 +23,9 @@ if TYPE_CHECKING:
 
 
 class AsyncRollout(BaseRollout):
-    """One rollout of a group. It ends once: pushed, failed or cancelled.
+    """A `Rollout` whose `push` and `fail` are awaited.
 
-    `async with rollout:` takes the newest model version for it and turns an exception inside into `fail`, the
-    cancellation of its task into a cancelled rollout; the exception is not swallowed.
-
-    It has `group_id`, `rollout_index`, `model_version` (the newest one known when it was started), `ticket`, and says
-    whether it has `ended` or is `cancelled`; `push` and `fail` are those of `Rollout`, awaited.
+    `async with rollout:` also turns the cancellation of its task into a cancelled rollout.
     """
 
     _producer: AsyncProducer
@@ -73,14 +68,10 @@ class AsyncRollout(BaseRollout):
 
 
 class AsyncGroup(BaseGroup[AsyncRollout]):
-    """An admitted group: an iterable of its rollouts, and what can be done with it as a whole.
+    """A `Group` whose `run`, `push`, `cancel` and `touch` are awaited.
 
-    Leaving `async with producer.group(...) as group:` fails the rollouts that are not pushed, except those whose
-    tickets were handed out. Left by an exception, it waits for rollouts that other tasks play inside `async with
-    rollout`, so that the error of one does not cost its siblings.
-
-    It has `group_id`, `size` (usable rollouts that make it complete), `model_version` (at its admission), `tickets`,
-    and `failures`; `push`, `cancel` and `touch` are those of `Group`, awaited.
+    Left by an exception, its `async with` block waits for rollouts that other tasks play inside `async with rollout`,
+    so that the error of one does not cost its siblings.
     """
 
     _producer: AsyncProducer
@@ -92,14 +83,8 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
     async def run(self, play: Callable[..., Any], *args: Any, retries: int = 0, **kwargs: Any) -> list[Any]:
         """Await `play(rollout, *args, **kwargs)` for each rollout that has not ended, all at once.
 
-        Returns what the calls returned, None for those that failed. An exception that `play` raises fails its rollout
-        alone, and so does a record that `push` refuses (TrajectoryError), and returning without push or fail
-        (`not_pushed`); a call that somebody else cancels is a cancelled rollout. `failures` has the reasons. retries:
-        as in `Group.run`.
-
-        Raises, after all rollouts have ended, any other error of streamadv, or an exception that all rollouts of the
-        group (or three groups of one rollout in a row) raised at the same line. Cancellation cancels the calls and what
-        has not ended.
+        Returns and raises as `Group.run`. A call that somebody else cancels is a cancelled rollout. Cancellation
+        cancels the calls and what has not ended.
         """
         played = self._to_play(retries)
         calls = [
@@ -144,7 +129,8 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
                 outcome.error = error  # of something that play had awaited
             except Exception as error:
                 outcome.error = error
-            is_due = self._is_played_again(rollout, outcome, started)
+            seconds = clock.now() - started
+            is_due = self._slots.is_played_again(rollout.rollout_index, outcome, seconds)
         try:
             await self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
         except StreamadvError as error:

@@ -9,25 +9,22 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ..errors import RunEndedError, StreamadvError
-from ..store.calls import run_script_async, run_transaction_async, server_ids_async
 from ..store.connection import AsyncConnection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
+from ..store.scripts import run_script_async, run_transaction_async, server_ids_async
 from .admission import Ahead
 from .announcements import await_room_async
 from .async_group import AsyncGroup, AsyncRollout
-from .base_group import awaited
+from .base_group import Slots, awaited
 from .base_producer import BaseProducer
-from .checks import GroupRequest
-from .encode import Push
 from .extra_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .producer import Producer
 from .prompted import PromptedGroups
-from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
+from .requests import AdmissionPause, Attempt, Memory, Pause, Push, Rest, ServerIds, Steps, T, attempts
 from .sender import Sender
-from .slots import Slots
-from .tickets import Ticket
+from .tickets import GroupRequest, Ticket
 
 
 class AsyncProducer(

@@ -10,10 +10,10 @@ from ..errors import SettingError
 from ..messages import brief
 from ..prompts.prompts import Prompts
 from .admission import Ahead
-from .checks import GroupRequest
 from .logic import ProducerLogic
 from .membership import Weights
 from .prompted import PromptedGroups
+from .tickets import GroupRequest
 
 GroupT = TypeVar("GroupT")
 GroupsT = TypeVar("GroupsT")

@@ -19,9 +19,9 @@ from ..messages import brief, first_problem
 from ..store.exchange import Payloads
 from ..store.keys import ShardKeys
 from ..store.scripts import ScriptCall, script_call
-from ..trajectory.checked import Checked, CheckedRow
 from ..trajectory.columns import cast_array
-from ..trajectory.packet import NBYTES, field_of
+from ..trajectory.members import Checked, CheckedRow
+from ..trajectory.packet_encoding import NBYTES, field_of
 from ..trajectory.schema import TOKEN_COLUMNS, Column, Row
 
 
@@ -112,30 +112,25 @@ def conform(trajectory: Checked, kinds: Mapping[str, str], run: str) -> Checked:
 
     kinds: of the manifest.
     """
-    try:
-        rows = [_conform_row(row, kinds, run) for row in trajectory.rows]
-    except ValueError as error:
-        where = f"group {trajectory.group_id}, rollout {trajectory.rollout_index}"
-        raise TrajectoryError(f"{where}: {error}") from None
+    where = f"group {trajectory.group_id}, rollout {trajectory.rollout_index}: extra column"
+    rows = []
+    for row in trajectory.rows:
+        extras = {}
+        for name, column in row.extras.items():
+            if name not in kinds:
+                raise TrajectoryError(
+                    f"{where} {name} is nothing that can be read in run {run}: use another name"
+                )
+            kind = json.loads(kinds[name])
+            fitting = _fitting(column, kind)
+            if _kind(fitting) != kind:
+                raise TrajectoryError(
+                    f"{where} {name} has {_in_words(_kind(column))}, run {run} has {_in_words(kind)} since its first "
+                    f"push: {_remedy(name, column, kind)}"
+                )
+            extras[name] = fitting
+        rows.append(row._replace(extras=extras))
     return trajectory._replace(rows=rows)
-
-
-def _conform_row(row: CheckedRow, kinds: Mapping[str, str], run: str) -> CheckedRow:
-    extras = {}
-    for name, column in row.extras.items():
-        if name not in kinds:
-            raise ValueError(
-                f"extra column {name} is nothing that can be read in run {run}: use another name"
-            )
-        kind = json.loads(kinds[name])
-        fitting = _fitting(column, kind)
-        if _kind(fitting) != kind:
-            raise ValueError(
-                f"extra column {name} has {_in_words(_kind(column))}, run {run} has {_in_words(kind)} since its first "
-                f"push: {_remedy(name, column, kind)}"
-            )
-        extras[name] = fitting
-    return row._replace(extras=extras)
 
 
 def _kind(column: Column) -> list[Any]:

@@ -188,7 +188,8 @@ class Group(BaseGroup[Rollout]):
                     outcome.result = play()
             except Exception as error:
                 outcome.error = error
-            is_due = self._is_played_again(rollout, outcome, started)
+            seconds = clock.now() - started
+            is_due = self._slots.is_played_again(rollout.rollout_index, outcome, seconds)
         try:
             self._producer._drive(self._slots.end_after_play(rollout.rollout_index, outcome))
         except StreamadvError as error:

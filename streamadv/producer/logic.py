@@ -16,14 +16,12 @@ from ..store.reasons import Reason
 from ..store.retry import SERVER_ERRORS, server_reason
 from ..store.waiting import Blocked, Wait
 from .admission import Admission, BeginCall
-from .checks import GroupRequest
 from .failures import Failures
 from .membership import Membership, Weights
 from .push import Pushes
-from .replies import LOST_GROUPS_FIRST, NO_WEIGHTS
-from .requests import STAGE, Pause, Rest, Steps
+from .requests import LOST_GROUPS_FIRST, NO_WEIGHTS, STAGE, Pause, Rest, Steps
 from .resend import ResendWindow
-from .tickets import Ticket
+from .tickets import GroupRequest, Ticket
 
 if TYPE_CHECKING:
     from .prompted import PromptedGroups

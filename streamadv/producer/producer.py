@@ -13,24 +13,22 @@ from ..errors import ProducerClosedError, RunEndedError, StreamadvError
 from ..forks import renewed_at_fork
 from ..run.manifest import RunSettings
 from ..settings import run_name
-from ..store.calls import run_script, run_transaction, server_ids
 from ..store.connection import AsyncConnection, Connection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
-from ..store.scripts import ScriptCall
+from ..store.scripts import ScriptCall, run_script, run_transaction, server_ids
 from ..trajectory.schema import Trajectory
 from .admission import Ahead
 from .announcements import await_room
+from .base_group import Slots
 from .base_producer import BaseProducer
-from .checks import GroupRequest
 from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .prompted import PromptedGroups
 from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
 from .resend import RESEND_WINDOW_S
-from .slots import Slots
-from .tickets import PushResult, Ticket
+from .tickets import GroupRequest, PushResult, Ticket
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer

@@ -16,10 +16,9 @@ from ..store.replies import as_count, as_text
 from ..store.scripts import ScriptCall
 from ..store.waiting import Blocked, Wait
 from .admission import BeginCall
-from .checks import GroupRequest
 from .logic import ProducerLogic
 from .requests import STAGE, GroupCall, Pause, Steps
-from .tickets import GroupSpec, Ticket
+from .tickets import GroupRequest, GroupSpec, Ticket
 
 #: Seconds between two looks at how groups have ended, while there are prompts to play.
 CARRY_S: Final = 1.0

@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 from .. import doors, metrics, tracing
 from ..errors import Busy, StreamadvError, TrajectoryError
+from ..store.keys import ShardKeys
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
-from ..trajectory.checked import Checked
-from ..trajectory.packet import Packet
-from ..trajectory.packet_encoding import encode_packets, ended_packets
+from ..trajectory.members import Checked
+from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
-from .checks import check_one_group, check_roles, check_score, check_seconds
-from .encode import MAX_SLICE_MEMBERS, GroupPush, Push, load_of, slices
 from .extra_columns import ColumnsPush, GroupColumns, conform, kinds_of, read_columns
 from .membership import Membership
-from .replies import NO_ROOM, cancelled_slots, unregistered
-from .requests import Steps
+from .records import check_one_group, check_roles
+from .requests import (
+    MAX_SLICE_MEMBERS,
+    NO_ROOM,
+    GroupPush,
+    Push,
+    Reply,
+    Steps,
+    load_of,
+    slices,
+)
 from .resend import ResendWindow
 from .sender import together
-from .tickets import GroupSpec, PushResult, Ticket
+from .tickets import GroupSpec, PushResult, Ticket, check_score, check_seconds
 
 
 class Pushes:
@@ -74,9 +82,27 @@ class Pushes:
             ) from None
 
     def _encode(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Packet]]:
-        """Raises TrajectoryError."""
-        yield from self._check_rewards(trajectories)
-        trajectories = yield from self._with_extras(trajectories)
+        """Raises TrajectoryError.
+
+        Also for a reward that nobody brings: it would keep its group open until the deadline.
+        """
+        waiting = [
+            trajectory
+            for trajectory in trajectories
+            if trajectory.reward is None and trajectory.kind == "usable" and not trajectory.reward_later
+        ]
+        if waiting and not self._membership.manifest.scorers:  # some may have been named since
+            yield from self._membership.agree()
+        if waiting and not self._membership.manifest.scorers:
+            first = waiting[0]
+            has, its = (" only components (rewards)", ", their total") if first.rewards else (" none", "")
+            raise TrajectoryError(
+                f"reward: trajectory {first.group_id}/{first.rollout_index} has{has}, and run {self._membership.run} "
+                f"has no scorers to bring it: give reward{its} (None = unscorable), name scorers in the run's "
+                f"settings, or say reward_later=True and bring it with producer.score"
+            )
+        if any(row.extras for trajectory in trajectories for row in trajectory.rows):
+            trajectories = yield from self._with_extras(trajectories)
         manifest = self._membership.manifest
         return encode_packets(trajectories, manifest.max_trajectory_bytes, manifest.filter_by)
 
@@ -149,20 +175,40 @@ class Pushes:
 
         Raises TrajectoryError when there are fewer; those are cancelled nevertheless.
         """
-        counts = [min(MAX_SLICE_MEMBERS, count - start) for start in range(0, count, MAX_SLICE_MEMBERS)]
-        # Under one nonce a call may be repeated.
-        calls = [(doors.random_bytes(8).hex(), part) for part in counts]
         allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
         spec, shard = GroupSpec.of(ticket), self._membership.shard_of(ticket.group_id)
         server_id = self._resend.server_of(shard)
+        codes: list[str] = []
         cancelled: list[int] = []
         try:
-            codes = yield from self._send_cancels(spec, calls, allowed, cancelled)
+            while len(codes) < count:
+                part = min(MAX_SLICE_MEMBERS, count - len(codes))
+                # Under one nonce a call may be repeated. Of those for which the last argument has a '1' it takes the
+                # highest.
+                own = [doors.random_bytes(8).hex(), part, allowed[: min(cancelled, default=len(allowed))]]
+                call = partial(self._cancel_call, spec, own)
+                reply = yield from self._admission.call_group_script(spec, call, waits=True)
+                has_ended = (
+                    reply[0] == b"ended"
+                )  # surplus or late; else these are the slots that are cancelled now
+                now = [] if has_ended else [int(index) for index in reply[1:]]
+                cancelled += now
+                if not has_ended and len(now) < part:
+                    raise TrajectoryError(
+                        f"cancel: {count} rollouts of group {spec.group_id} were to be cancelled, the rest has ended: "
+                        f"{', '.join(map(str, cancelled)) or 'none'} cancelled now"
+                    )
+                metrics.producer_pushed()
+                codes += [reply[1].decode() if has_ended else "pushed"] * part
         finally:  # sent again are these slots: others may be free by then
-            for part in slices(ended_packets(sorted(cancelled), "cancelled", ticket.role), load_of):
-                kept = tuple([packet.frozen() for packet in part])
+            for packets in slices(ended_packets(sorted(cancelled), "cancelled", ticket.role), load_of):
+                kept = tuple([packet.frozen() for packet in packets])
                 self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
         return PushResult(codes, cancelled)
+
+    def _cancel_call(self, spec: GroupSpec, own: Sequence[Any], arguments: list[Any]) -> ScriptCall:
+        keys = self._membership.keys_of(spec.group_id)
+        return script_call("cancel", keys, [*arguments, *own], group=spec.group_id)
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -195,27 +241,40 @@ class Pushes:
         budget: as of `Admission.call_group_script`. Raises Busy if there is a budget, TrajectoryError.
         """
         rollouts = sum([len(packet.indices) for packet in packets])
-        with tracing.pushing(self._membership.run, spec.group_id, rollouts):
-            if self._membership.finished and self._membership.plays is None:
-                yield from self._membership.reopen()
-            shard = self._membership.shard_of(spec.group_id)
-            codes: dict[int, str] = {}  # by position in the push
+        membership = self._membership
+        codes: dict[int, str] = {}  # by position in the push
+        with tracing.pushing(membership.run, spec.group_id, rollouts):
+            if membership.finished and membership.plays is None:
+                yield from membership.reopen()
+            shard = membership.shard_of(spec.group_id)
+            keys = membership.manifest.keys.shards[shard]
             for part in slices(packets, load_of):
                 server_id = self._resend.server_of(shard)
-                codes |= yield from self._send(spec, part, epoch, budget, waits=budget is None)
+                codes |= yield from self._send(keys, spec, part, epoch, budget, waits=budget is None)
                 size = sum([load_of(packet).size for packet in part])
                 kept = tuple([packet.frozen() for packet in part])
                 self._resend.remember(shard, server_id, size, self._again, spec[:-1], kept, epoch)
-            return _result(packets, codes)
+        members = sorted([pair for packet in packets for pair in zip(*packet[:2], strict=True)])
+        return PushResult(
+            [codes[position] for position, _ in members],
+            [index for position, index in members if codes[position] == "pushed"],
+        )
 
     def _send_again(
         self, spec: tuple[Any, ...], packets: Sequence[tuple[Any, ...]], epoch: int
     ) -> Steps[PushResult]:
-        thawed = [Packet.thaw(packet) for packet in packets]
-        return _result(thawed, (yield from self._send(GroupSpec(*spec), thawed, epoch, None)))
+        group, thawed = GroupSpec(*spec), [Packet.thaw(packet) for packet in packets]
+        codes = yield from self._send(self._membership.keys_of(group.group_id), group, thawed, epoch, None)
+        return PushResult(list(codes.values()))
 
     def _send(
-        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None, waits: bool = False
+        self,
+        keys: ShardKeys,
+        spec: GroupSpec,
+        packets: Sequence[Packet],
+        epoch: int,
+        budget: int | None,
+        waits: bool = False,
     ) -> Steps[dict[int, str]]:
         """Send what one call may bring, and return the codes by position in the push.
 
@@ -223,9 +282,14 @@ class Pushes:
         """
         codes: dict[int, str] = {}
         waiting: Sequence[Packet] = packets
+
+        def attempt(arguments: list[Any]) -> Push:
+            scorers = self._membership.manifest.scorers
+            group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, waiting)
+            return Push(keys, scorers[0] if scorers else "", tuple(arguments[SPEC_ARGS:]), [group])
+
         while waiting:
-            call = partial(self._attempt, waiting, epoch)
-            reply = yield from self._admission.call_group_script(spec, call, budget, waits=waits)
+            reply = yield from self._admission.call_group_script(spec, attempt, budget, waits=waits)
             waiting = unregistered(waiting, reply, codes)
         metrics.producer_pushed()
         if refused := [position for position, code in codes.items() if code == "range"]:
@@ -238,78 +302,42 @@ class Pushes:
             )
         return codes
 
-    def _attempt(self, packets: Sequence[Packet], epoch: int, arguments: list[Any]) -> Push:
-        """arguments: as `Admission.call_group_script` gives them."""
-        group = GroupPush(tuple(arguments[:SPEC_ARGS]), epoch, packets)
-        scorers = self._membership.manifest.scorers
-        keys = self._membership.keys_of(arguments[0])
-        return Push(keys, scorers[0] if scorers else "", tuple(arguments[SPEC_ARGS:]), [group])
-
-    def _send_cancels(
-        self, spec: GroupSpec, calls: Sequence[tuple[str, int]], allowed: str, indices: list[int]
-    ) -> Steps[list[str]]:
-        """Cancel slots, so many by each call, of those for which `allowed` has a '1'. Notes which ones in `indices`.
-
-        Raises TrajectoryError.
-        """
-        codes: list[str] = []
-        for nonce, count in calls:
-            below = allowed[: min(indices, default=len(allowed))]
-            cancelled, after_end = yield from self._send_cancel(spec, nonce, count, below)
-            indices += cancelled
-            if after_end is None and len(cancelled) < count:
-                wanted = sum(count for _, count in calls)
-                raise TrajectoryError(
-                    f"cancel: {wanted} rollouts of group {spec.group_id} were to be cancelled, the rest has ended: "
-                    f"{', '.join(map(str, indices)) or 'none'} cancelled now"
-                )
-            part_codes = [after_end or "pushed"] * count
-            metrics.producer_pushed()
-            codes += part_codes
-        return codes
-
-    def _send_cancel(
-        self, spec: GroupSpec, nonce: str, count: int, allowed: str
-    ) -> Steps[tuple[list[int], str | None]]:
-        keys = self._membership.keys_of(spec.group_id)
-
-        def call(arguments: list[Any]) -> ScriptCall:
-            return script_call("cancel", keys, [*arguments, nonce, count, allowed], group=spec.group_id)
-
-        return cancelled_slots((yield from self._admission.call_group_script(spec, call, waits=True)))
-
-    def _check_rewards(self, trajectories: Sequence[Checked]) -> Steps[None]:
-        """Raise TrajectoryError for a reward that nobody brings: it would keep its group open until the deadline."""
-        waiting = [
-            trajectory
-            for trajectory in trajectories
-            if trajectory.reward is None and trajectory.kind == "usable" and not trajectory.reward_later
-        ]
-        if waiting and not self._membership.manifest.scorers:  # some may have been named since
-            yield from self._membership.agree()
-        if waiting and not self._membership.manifest.scorers:
-            first = waiting[0]
-            has, its = (" only components (rewards)", ", their total") if first.rewards else (" none", "")
-            raise TrajectoryError(
-                f"reward: trajectory {first.group_id}/{first.rollout_index} has{has}, and run {self._membership.run} "
-                f"has no scorers to bring it: give reward{its} (None = unscorable), name scorers in the run's "
-                f"settings, or say reward_later=True and bring it with producer.score"
-            )
-
     def _with_extras(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Checked]]:
         """The trajectories with their extra columns as the run has them; new ones are fixed. Raises TrajectoryError."""
         manifest, kinds = self._membership.manifest, kinds_of(trajectories)
-        if not kinds:
-            return trajectories
         if kinds.keys() - manifest.columns.keys():
             manifest = yield from self._membership.agree(kinds)
         return [conform(trajectory, manifest.columns, manifest.keys.run) for trajectory in trajectories]
 
 
-def _result(packets: Sequence[Packet], codes: Mapping[int, str]) -> PushResult:
-    """The result for members of packets, in the order of the push. codes: by position in it."""
-    members = sorted([pair for packet in packets for pair in zip(*packet[:2], strict=True)])
-    return PushResult(
-        [codes[position] for position, _ in members],
-        [index for position, index in members if codes[position] == "pushed"],
-    )
+def unregistered(packets: Sequence[Packet], reply: Reply, codes: dict[int, str]) -> list[Packet]:
+    """What has to be sent once more, given the reply `ok` of `push` to a group's packets.
+
+    The reply says of each member, in the order of sending: pushed (all, where it has no codes), duplicate, surplus,
+    late or range, which is added to `codes`, by position. Or `again`: the server refuses a packet whole if another
+    member is a duplicate, or part of its payload would belong to nobody; these members go without it. Or `lost`: the
+    payload ended before the script saw it, by its time to live.
+    """
+    if len(reply) == 1:
+        for packet in packets:
+            codes |= dict.fromkeys(packet.positions, "pushed")
+        return []
+    replied = [code.decode() for code in reply[1:]]
+    if "again" not in replied and "lost" not in replied:
+        codes |= zip(chain.from_iterable([packet.positions for packet in packets]), replied, strict=True)
+        return []
+    waiting = []
+    rest = iter(replied)
+    for packet in packets:
+        of_packet = list(islice(rest, len(packet.indices)))
+        chosen = [member for member, code in enumerate(of_packet) if code in ("again", "lost")]
+        if len(chosen) == len(of_packet):
+            waiting.append(packet)
+        elif chosen:
+            waiting.append(select_members(packet, chosen))
+        codes |= {
+            position: code
+            for position, code in zip(packet.positions, of_packet, strict=True)
+            if code not in ("again", "lost")
+        }
+    return waiting

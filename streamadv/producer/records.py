@@ -1,6 +1,6 @@
-"""Reads records of a push by hand, because pydantic takes several times as long.
+"""Checks records of a push: by hand, because pydantic takes several times as long.
 
-It leaves unusual records, and every wrong one, to the full check, which alone words the errors.
+Unusual records, and every wrong one, are left to the full check, which alone words the errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..trajectory.checked import Checked, CheckedRow, StepSpan
+from ..errors import TrajectoryError
+from ..messages import brief
 from ..trajectory.columns import (
     COLUMN_NAME,
     KNOWN_COLUMNS,
@@ -22,6 +23,7 @@ from ..trajectory.columns import (
     unchecked_array,
 )
 from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
+from ..trajectory.members import Checked, CheckedRow, StepSpan
 from ..trajectory.names import check_names
 from ..trajectory.schema import (
     MAX_GROUP_SIZE,
@@ -31,10 +33,11 @@ from ..trajectory.schema import (
     Role,
     Status,
     Step,
+    Trajectory,
     extra_column,
+    parse_trajectory,
 )
-from .checks import check_records, is_plain_group
-from .tickets import GROUP_ROLES, Ticket
+from .tickets import ANY_SLOT, GROUP_ROLES, Ticket, is_plain_group
 
 _STATUSES: Final = frozenset(Status)
 _ROLES: Final = frozenset(Role)
@@ -52,19 +55,25 @@ _REQUIRED: Final = frozenset(REQUIRED_COLUMNS)
 _NUMBERS: Final = (float, int, np.floating, np.integer)
 
 
+#: Fields of a record that None says something of; any other that is None is as not given.
+MAY_BE_NONE: Final = frozenset(("reward", "model_version"))
+
+
 class _Unclear(ValueError):
     """The full check has to look at it."""
 
 
-def read_records(records: Sequence[Any], ticket: Ticket) -> list[Checked]:
-    """Records of the ticket's group; fields that the ticket knows are filled in. Raises TrajectoryError."""
-    by_hand = read_by_hand(records, ticket)
-    return by_hand or [Checked.of(trajectory) for trajectory in check_records(records, ticket)]
-
-
 def read_by_hand(records: Sequence[Any], ticket: Ticket) -> list[Checked] | None:
-    """What the full check would make of the records; None if it has to look at them."""
-    if type(records) not in (list, tuple) or not _is_plain_ticket(ticket):
+    """What `check_records` would make of the records; None if it has to look at them."""
+    if (
+        type(records) not in (list, tuple)
+        or not is_plain_group(ticket.group_id, ticket.data_source)
+        or type(ticket.group_size) is not int
+        or not 1 <= ticket.group_size <= MAX_GROUP_SIZE
+        or type(ticket.slots) is not int
+        or ticket.role not in GROUP_ROLES
+        or type(ticket.metadata) is not dict
+    ):
         return None
     try:
         found = [_read(record, ticket) for record in records]
@@ -72,17 +81,6 @@ def read_by_hand(records: Sequence[Any], ticket: Ticket) -> list[Checked] | None
     except (ValueError, TypeError, OverflowError):
         return None
     return found if len({one.rollout_index for one in found}) == len(found) else None
-
-
-def _is_plain_ticket(ticket: Ticket) -> bool:
-    return (
-        is_plain_group(ticket.group_id, ticket.data_source)
-        and type(ticket.group_size) is int
-        and 1 <= ticket.group_size <= MAX_GROUP_SIZE
-        and type(ticket.slots) is int
-        and ticket.role in GROUP_ROLES
-        and type(ticket.metadata) is dict
-    )
 
 
 def _read(record: Any, ticket: Ticket) -> Checked:
@@ -224,3 +222,108 @@ def _text(value: Any) -> str:
     if type(value) is str and len(value) <= MAX_SHORT_TEXT and (value.isascii() or value.encode()):
         return value
     raise _Unclear
+
+
+# The full check
+
+
+def check_records(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket) -> list[Trajectory]:
+    """Records of the ticket's group as trajectories; fields that the ticket knows are filled in.
+
+    Raises TrajectoryError for a wrong field, and for one that contradicts the ticket or another record.
+    """
+    trajectories: list[Trajectory] = []
+    position_of: dict[int, int] = {}  # rollout index -> position
+    for position, record in enumerate(records):
+        trajectory = _with_ticket(record, ticket, f"group {ticket.group_id}, record {position}")
+        if (trajectory.group_id, trajectory.group_size) != (ticket.group_id, ticket.group_size):
+            raise TrajectoryError(
+                f"record {position} belongs to group {trajectory.group_id} of {trajectory.group_size}, "
+                f"not {ticket.group_id} of {ticket.group_size}"
+            )
+        if trajectory.round not in (None, ticket.round):
+            raise TrajectoryError(
+                f"record {position}: round is {brief(trajectory.round)}, group {ticket.group_id} was begun with "
+                f"{brief(ticket.round)}: give it to producer.group"
+            )
+        index = trajectory.rollout_index
+        if index >= ticket.slots:
+            raise TrajectoryError(
+                f"rollout_index is {index}, group {ticket.group_id} has {ticket.slots} slots "
+                f"(0 to {ticket.slots - 1})"
+            )
+        first = position_of.setdefault(index, position)
+        if first != position:
+            raise TrajectoryError(
+                f"records {first} and {position} of group {ticket.group_id} both have "
+                f"rollout_index {index}: name another in each"
+            )
+        trajectories.append(trajectory)
+    return trajectories
+
+
+def check_roles(trajectories: Sequence[Checked], role: str | None = None) -> str:
+    """The role of the group that trajectories may be in together; role: the one it has, None = not known.
+
+    Raises TrajectoryError for eval beside train or baseline.
+    """
+    role = role or (Role.EVAL if trajectories[0].role == Role.EVAL else Role.TRAIN)
+    for trajectory in trajectories:
+        if (trajectory.role == Role.EVAL) != (role == Role.EVAL):
+            raise TrajectoryError(
+                f"role is {trajectory.role} in trajectory {trajectory.group_id}/{trajectory.rollout_index}, its group "
+                f"has role {role}: evaluate in groups of their own, begun with role='eval'"
+            )
+    return role
+
+
+def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: str) -> Trajectory:
+    """A record as a trajectory, with what the ticket knows and the record does not say.
+
+    Raises TrajectoryError for one that does not say its place where the ticket is of any slot.
+    """
+    if not isinstance(record, Mapping):
+        trajectory, given = parse_trajectory(record, where), record.model_fields_set
+        known: dict[str, Any] = {}
+        if "model_version" not in given and ticket.model_version is not None:
+            known["model_version"] = ticket.model_version
+        if "role" not in given and ticket.role != Role.TRAIN:
+            known["role"] = Role(ticket.role)
+        return trajectory.model_copy(update=known) if known else trajectory
+    record = {name: value for name, value in record.items() if value is not None or name in MAY_BE_NONE}
+    if ticket.rollout_index == ANY_SLOT and "rollout_index" not in record:
+        raise TrajectoryError(f"{where}: rollout_index is missing, needs one of 0 to {ticket.slots - 1}")
+    defaults: dict[str, Any] = {
+        "group_id": ticket.group_id,
+        "group_size": ticket.group_size,
+        "rollout_index": ticket.rollout_index,
+        "role": ticket.role,
+    }
+    if ticket.model_version is not None:
+        defaults["model_version"] = ticket.model_version
+    if ticket.data_source is not None:
+        defaults["data_source"] = ticket.data_source
+    metadata = record.get("metadata", {})
+    if isinstance(metadata, Mapping):
+        metadata = {**ticket.metadata, **metadata}
+    trajectory = parse_trajectory({**defaults, **record, "metadata": metadata}, where)
+    for row in trajectory.rows[:1]:  # all have the same columns
+        if computed := [name for name in OUTPUT_COLUMNS if name in row.columns]:
+            raise TrajectoryError(
+                f"{where}: {computed[0]} is what the chain computes, nobody pushes it: leave it out or rename it"
+            )
+    return trajectory
+
+
+def check_one_group(trajectories: Sequence[Trajectory]) -> None:
+    """Raises TrajectoryError unless all are trajectories of one group and size."""
+    for position, trajectory in enumerate(trajectories):
+        if not isinstance(trajectory, Trajectory):
+            raise TrajectoryError(f"record {position} is {brief(trajectory)}, needs to be a Trajectory")
+    first = trajectories[0]
+    for trajectory in trajectories:
+        if (trajectory.group_id, trajectory.group_size) != (first.group_id, first.group_size):
+            raise TrajectoryError(
+                f"group {trajectory.group_id} of {trajectory.group_size} is pushed together with group "
+                f"{first.group_id} of {first.group_size}: push one group at a time"
+            )

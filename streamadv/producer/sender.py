@@ -12,8 +12,7 @@ from redis.exceptions import ConnectionError
 
 from ..errors import StreamadvError
 from ..store.pipelined import fail
-from .encode import Push, Reply, join, shares, slices, take_slice
-from .requests import OUT_OF_MEMORY, GroupCall, Steps, T
+from .requests import OUT_OF_MEMORY, GroupCall, Push, Reply, Steps, T, join, shares, slices, take_slice
 
 #: Calls of a lane that wait for their replies. With more, each would bring less; with one, the server would wait.
 MAX_UNDER_WAY: Final = 2

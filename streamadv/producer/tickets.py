@@ -1,23 +1,27 @@
-"""Tickets: the right to push the rollouts of an admitted group, from any process."""
+"""Groups as callers ask for them, and tickets: the right to push the rollouts of an admitted one, from any process."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
 
 from .. import doors
-from ..errors import TrajectoryError
+from ..errors import SettingError, TrajectoryError
 from ..messages import brief, first_problem
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.packets import MAX_BYTES
-from ..trajectory.fields import GroupId, RoundName, ShortText
-from ..trajectory.schema import MAX_GROUP_SIZE, Role
+from ..trajectory.fields import MAX_SHORT_TEXT, GroupId, RoundName, ShortText, is_plain
+from ..trajectory.schema import MAX_GROUP_SIZE, Role, Trajectory, parse_trajectory
+from .extra_columns import GroupColumns
 
 #: A group's rollouts are for training, with baselines among them, or for evaluation.
 GROUP_ROLES: Final = (str(Role.TRAIN), str(Role.EVAL))
@@ -154,3 +158,97 @@ def new_group_id() -> str:
     value = (int(doors.wall() * 1000) & (1 << 48) - 1) << 80 | int.from_bytes(doors.random_bytes(10))
     text = f"{value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+# What a caller asks for
+
+MAX_METADATA_BYTES: Final = 1 << 16
+_PLAIN_ID: Final = re.compile(r"[!-|~]{1,200}")
+
+
+class GroupRequest(NamedTuple):
+    """The arguments of `begin_group`, as given."""
+
+    size: int
+    group_id: str | None
+    data_source: str | None
+    metadata: Mapping[str, Any] | None
+    deadline_s: float | None
+    redundancy: int | None
+    timeout: float | None
+    role: str = Role.TRAIN
+    round: str | None = None
+    columns: Any = None  # as given, or the GroupColumns made of them
+
+
+def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
+    """What all rollouts of a group share.
+
+    Raises TrajectoryError for whatever a push to the group would raise it for, SettingError for a wrong deadline_s or
+    timeout.
+    """
+    for name, value, low in (("group_size", request.size, 1), ("redundancy", redundancy, 0)):
+        if not (isinstance(value, int) and low <= value <= MAX_GROUP_SIZE) or isinstance(value, bool):
+            raise TrajectoryError(
+                f"{name} is {brief(value)}, needs a whole number in {low}..{MAX_GROUP_SIZE}"
+            )
+    if request.role not in GROUP_ROLES:
+        raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
+    group_id = new_group_id() if request.group_id is None else request.group_id
+    source, metadata = request.data_source, {} if request.metadata is None else request.metadata
+    is_plain_one = is_plain_group(group_id, source) and request.round is None
+    if is_plain_one and type(metadata) is dict and is_plain(metadata, depth=1):
+        metadata = dict(metadata)
+    else:
+        fields = {"group_id": group_id, "data_source": source, "metadata": metadata}
+        fields |= {"role": request.role, "round": request.round}
+        shared = parse_trajectory(
+            {**fields, "group_size": request.size, "rollout_index": 0, "status": "failed"}, "group"
+        )
+        group_id, source, metadata = shared.group_id, shared.data_source, shared.metadata
+    if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
+        raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
+    check_seconds("deadline_s", request.deadline_s, MAX_DEADLINE_S)
+    check_seconds("timeout", request.timeout, zero=True)
+    slots, role = request.size + redundancy, str(request.role)
+    deadline_s = None if request.deadline_s is None else float(request.deadline_s)
+    columns = request.columns.size if isinstance(request.columns, GroupColumns) else 0
+    return GroupSpec(
+        group_id, request.size, slots, source, deadline_s, role, request.round, columns, metadata
+    )
+
+
+def is_plain_group(group_id: Any, data_source: Any) -> bool:
+    """Whether these need no further checks."""
+    is_plain_id = type(group_id) is str and _PLAIN_ID.fullmatch(group_id) is not None
+    is_source = type(data_source) is str and len(data_source) <= MAX_SHORT_TEXT and data_source.isascii()
+    return is_plain_id and (data_source is None or is_source)
+
+
+def check_score(
+    group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
+) -> Trajectory:
+    """A reward that comes later, as a trajectory that holds nothing else. Raises TrajectoryError as its push would."""
+    return parse_trajectory(
+        {
+            "group_id": group_id,
+            "group_size": MAX_GROUP_SIZE,
+            "rollout_index": rollout_index,
+            "status": "failed",
+            "reward": reward,
+            "rewards": {} if rewards is None else rewards,
+        },
+        f"score of {brief(group_id)}/{brief(rollout_index)}",
+    )
+
+
+def check_seconds(name: str, value: float | None, limit: float = math.inf, *, zero: bool = False) -> None:
+    """Raises SettingError unless `value` is None or seconds above 0 (`zero`: or 0), at most `limit`."""
+    if value is None:
+        return
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not (0 < value <= limit or (zero and value == 0)):
+        most = "" if limit == math.inf else f", at most {limit}"
+        raise SettingError(
+            f"{name} is {brief(value)}, needs seconds {'from' if zero else 'above'} 0 on{most}"
+        )

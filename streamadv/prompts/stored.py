@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from ..errors import StreamadvError
 from ..run import Run
-from ..store.calls import run_script
 from ..store.replies import as_count, as_int
+from ..store.scripts import run_script
 from .spec import PREFIX, PromptSet
 from .steps import Ends, Lease, ScriptSteps, T, give_back
 

@@ -10,11 +10,10 @@ from typing import Any, Final
 
 from .. import clock
 from ..errors import EpochFencedError, SettingError
-from ..store.calls import run_script, server_ids_with
 from ..store.connection import Connection
 from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
 from ..store.replies import as_count
-from ..store.scripts import FENCED, script_call
+from ..store.scripts import FENCED, run_script, script_call, server_ids_with
 from .ledger import NAMES
 from .manifest import (
     Manifest,
@@ -162,7 +161,7 @@ class Run:
         return total
 
     def server_ids(self) -> list[str | None]:
-        """Which server has each shard, see `calls.server_ids`."""
+        """Which server has each shard, see `scripts.server_ids`."""
         return self.server_ids_with(self.connection.scripts.pipeline(transaction=False))[0]
 
     def server_ids_with(self, pipe: Any) -> tuple[list[str | None], list[Any]]:

@@ -5,7 +5,7 @@
   (up to three clients per process, by what may be repeated).
 - When it does not answer: `reasons` (the list of reasons to wait), `waiting`, `retry` (repeats after transient
   errors).
-- What it holds: `keys`, `scripts` (names, keys and fences), `calls` (sends them), `replies` (reads untrusted
+- What it holds: `keys`, `scripts` (names, keys and fences; sends calls of them), `replies` (reads untrusted
   replies), `acl` (access rules of the roles).
 - A server on this machine: `embedded`.
 """

@@ -58,7 +58,11 @@ class Pool(redis.BlockingConnectionPool):
         try:
             if connection._sock is None:
                 connection.connect()
-            if _is_dirty(connection):
+            try:  # the server may have closed it, or sent replies that nobody has read
+                is_dirty = bool(connection.can_read())
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError):
+                is_dirty = True
+            if is_dirty:
                 connection.disconnect()
                 connection.connect()
         except BaseException as error:
@@ -78,14 +82,6 @@ class Pool(redis.BlockingConnectionPool):
         else:
             connection.disconnect()
             self.pool.put_nowait(None)
-
-
-def _is_dirty(connection: Any) -> bool:
-    """Whether a connection was closed by the server, or has replies that nobody has read."""
-    try:
-        return bool(connection.can_read())
-    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError):
-        return True
 
 
 def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[Any]:

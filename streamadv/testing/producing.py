@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import doors
 from ..producer import Producer
 from ..producer.logic import LEAVE_S
-from ..producer.replies import LOST_GROUPS_FIRST
+from ..producer.requests import LOST_GROUPS_FIRST
 from ..prompts import Prompts
 from .excuses import is_quiet
 from .players import Asyncio, Blocking

@@ -2,8 +2,8 @@
 
 - `columns` names and checks arrays; `names` finds misspelt names. `fields` and `schema` are the pydantic model on
   top.
-- `checked` is a trajectory with checked fields, from the model or from a producer. `packet_encoding` makes packets of
-  such trajectories.
+- `members.Checked` is a trajectory with checked fields, from the model or from a producer. `packet_encoding` makes
+  packets of such trajectories.
 - Readers see a packet in two parts: the numbers of its members, which pass through streams (`members`,
   `member_table`), and its columns (`packet`). `versions` maps counters of other programs.
 - `members` also shows users a single trajectory without its columns, `payload` with them.

@@ -136,7 +136,10 @@ def check_values(name: str, array: Array) -> None:
         most = LOG_PROB_ROUNDING if name in LOG_PROBS else LARGEST
         # With a NaN both are NaN, and no comparison holds.
         if not (_least(array) >= -LARGEST and _greatest(array) <= most):
-            _raise_for_floats(array, most)
+            finite = np.isfinite(array)
+            first = int(np.flatnonzero(~finite if not finite.all() else array > most)[0])
+            needs = "at most 0: it is the logarithm of a probability" if finite.all() else "finite numbers"
+            raise ValueError(f"is {array[first]} at token {first}, needs {needs}")
     elif name == "response_mask" and array.size and _greatest(array) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
@@ -155,13 +158,19 @@ def check_together(columns: Sequence[Mapping[str, Array]]) -> None:
             check_values(name, array)
 
 
-def span_of(versions: Array, mask: Array) -> tuple[int, int] | None:
-    """The oldest and the newest version of trainable tokens, at least 0; None if there are none.
+def versions_of(
+    stated: int | tuple[int, int] | None, rows: Sequence[Mapping[str, Array]]
+) -> tuple[int, int] | None:
+    """The oldest and the newest policy version of a trajectory, at least 0; None if nobody knows.
 
-    versions: [N] int32. mask: [N] uint8, 0 or 1.
+    That is of the trainable tokens in its rows, where these have the column `versions`, else what is `stated`.
     """
-    trained = versions[mask.view(np.bool_)]
-    return (max(0, _least(trained)), max(0, _greatest(trained))) if len(trained) else None
+    if rows and "versions" in rows[0]:  # then all rows have them
+        trained = [row["versions"][row["response_mask"].view(np.bool_)] for row in rows]
+        versions = trained[0] if len(rows) == 1 else np.concatenate(trained)
+        if len(versions):
+            return max(0, _least(versions)), max(0, _greatest(versions))
+    return (stated, stated) if isinstance(stated, int) else stated
 
 
 def _least(array: Array) -> Any:
@@ -173,17 +182,6 @@ def _least(array: Array) -> Any:
 def _greatest(array: Array) -> Any:
     return (
         array.item(array.argmax()) if array.nbytes <= _SHORT_COLUMN else np.maximum.reduce(array, None).item()
-    )
-
-
-def _raise_for_floats(array: Array, most: float) -> None:
-    finite = np.isfinite(array)
-    if not finite.all():
-        first = int(np.flatnonzero(~finite)[0])
-        raise ValueError(f"is {array[first]} at token {first}, needs finite numbers")
-    first = int(np.flatnonzero(array > most)[0])
-    raise ValueError(
-        f"is {array[first]} at token {first}, needs at most 0: it is the logarithm of a probability"
     )
 
 

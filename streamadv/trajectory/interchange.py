@@ -103,9 +103,10 @@ def _lines(
     number, line = 1, b""
     while True:
         line += file.readline(max_line_bytes + 1 - len(line))
+        where = f"{path}:{number}"
         if len(line) > max_line_bytes:
             raise TrajectoryError(
-                f"{path}:{number}: is longer than {max_line_bytes} bytes: split the file into lines, "
+                f"{where}: is longer than {max_line_bytes} bytes: split the file into lines, "
                 f"one trajectory each, or shorten the trajectory"
             )
         if line.endswith(b"\n"):
@@ -114,23 +115,19 @@ def _lines(
             number, line = number + 1, b""
         elif wait is None:
             if line.strip():
-                _check_whole(line, f"{path}:{number}")
+                try:
+                    parse_json(line, where)
+                except TrajectoryError as error:
+                    raise TrajectoryError(
+                        f"{where}: is cut off (no newline at its end): remove it, or follow the file if it still grows"
+                    ) from error
                 yield number, line
             return
         else:
             if file.seekable() and os.fstat(file.fileno()).st_size < file.tell():
-                raise TrajectoryError(f"{path}:{number}: the file was cut while it was followed: start again")
+                raise TrajectoryError(f"{where}: the file was cut while it was followed: start again")
             if wait():
                 return
-
-
-def _check_whole(line: bytes, where: str) -> None:
-    try:
-        parse_json(line, where)
-    except TrajectoryError as error:
-        raise TrajectoryError(
-            f"{where}: is cut off (no newline at its end): remove it, or follow the file if it still grows"
-        ) from error
 
 
 def _may_begin_record(line: bytes) -> bool:

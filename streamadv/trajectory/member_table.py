@@ -29,7 +29,7 @@ import numpy as np
 
 from ..errors import WireError
 from ..messages import brief, one_line
-from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS, Array
+from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS
 from .fields import MAX_SHORT_TEXT
 from .members import (
     BASELINE,
@@ -70,7 +70,8 @@ _CACHED_TEXT: Final = 1024
 
 def encode_table(members: Members, columns: Sequence[str]) -> bytes:
     """The member table. columns: names of the payload's columns."""
-    has_many_rows = len(members.rows) != len(members)
+    count = len(members.table)
+    has_many_rows = len(members.rows) != count
     names = (tuple(columns), members.states, tuple(members.rewards), tuple(members.entries))
     text = _text(*names) if members.states else _cached_text(*names)
     parts = [
@@ -82,7 +83,7 @@ def encode_table(members: Members, columns: Sequence[str]) -> bytes:
         text,
     ]
     size = _HEAD.size + sum(map(len, parts))
-    return b"".join([_HEAD.pack(size, len(members), _MANY_ROWS * has_many_rows, len(text)), *parts])
+    return b"".join([_HEAD.pack(size, count, _MANY_ROWS * has_many_rows, len(text)), *parts])
 
 
 def _text(
@@ -152,7 +153,8 @@ def decode_tables(raws: Sequence[bytes | memoryview]) -> Tables:
     if (table["rows"] != 1)[~has_rows].any():
         raise WireError("member table has no rows, and members with several")
     cut = [_cut(*of_table) for of_table in zip(heads, num_rows, num_steps, strict=True)]
-    rows = _single_rows(table)
+    rows = np.empty(len(table), ROW)  # as of members with one row each
+    rows["tokens"], rows["trainable"] = table["tokens"], table["trainable"]
     if has_rows.any():
         single = [rows[start:stop].tobytes() for start, stop in pairwise(first.tolist())]
         rows = np.frombuffer(b"".join([own[0] or other for own, other in zip(cut, single, strict=True)]), ROW)
@@ -203,12 +205,6 @@ def _cut(head: _Head, num_rows: int, num_steps: int) -> tuple[Any, Any, dict[str
     rows, steps, *named = [head.rest[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
     rewards = dict(zip(names.rewards, named, strict=False))
     return rows, steps, rewards, dict(zip(names.entries, named[len(rewards) :], strict=True))
-
-
-def _single_rows(table: Array) -> Array:
-    rows = np.empty(len(table), ROW)
-    rows["tokens"], rows["trainable"] = table["tokens"], table["trainable"]
-    return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import isnan
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WireError
-from .checked import Checked, StepSpan
-from .columns import Array, span_of
-from .schema import Role, Status
+from .columns import KNOWN_COLUMNS, Array, versions_of
+from .schema import Column, Role, Row, Status, Step, Trajectory
 
 MEMBER: Final = np.dtype(
     [
@@ -184,13 +183,6 @@ class Members:
 NO_MEMBERS: Final = Members(np.zeros(0, MEMBER), np.zeros(0, ROW))
 
 
-def role_of(flags: int) -> Role:
-    """The role that a member's flags say."""
-    if flags & EVAL:
-        return Role.EVAL
-    return Role.BASELINE if flags & BASELINE else Role.TRAIN
-
-
 def offsets(counts: Array | Sequence[int]) -> Positions:
     """[K + 1] int64: 0, and the running sums of the K `counts`."""
     sums = np.zeros(len(counts) + 1, np.int64)
@@ -253,55 +245,99 @@ def join_named(
     }
 
 
-# From trajectories
+# From trajectories with checked fields: validated ones, or plain records that a producer has checked
+
+
+class StepSpan(NamedTuple):
+    """A `schema.Step`, compact."""
+
+    row: int
+    start: int
+    end: int
+    reward: float
+    state_key: str | None
+
+    @classmethod
+    def of(cls, step: Step) -> Self:
+        return cls(step.row, step.start, step.end, step.reward, step.state_key)
+
+
+class CheckedRow(NamedTuple):
+    """A `schema.Row` without what the pipeline computes: what an earlier run computed is not stored."""
+
+    columns: Mapping[str, Array]  # known ones, in the order of writing
+    extras: Mapping[str, Column] = {}
+    agent: str | None = None
+    reward: float | None = None
+
+    @classmethod
+    def of(cls, row: Row) -> Self:
+        fields = row.__dict__  # attribute access goes through pydantic
+        columns = {name: array for name in KNOWN_COLUMNS if (array := fields[name]) is not None}
+        return cls(columns, row.extras, fields["agent"], fields["reward"])
+
+
+class Checked(NamedTuple):
+    """The fields of a `schema.Trajectory` that is pushed."""
+
+    group_id: str
+    group_size: int
+    rollout_index: int
+    rows: Sequence[CheckedRow]
+    reward: float | None = None
+    scored: bool = False  # see `Trajectory.scored`
+    reward_later: bool = False
+    rewards: Mapping[str, float] = {}
+    status: str = Status.COMPLETED
+    role: str = Role.TRAIN
+    model_version: int | tuple[int, int] | None = None
+    data_source: str | None = None
+    metadata: Mapping[str, Any] = {}
+    steps: Sequence[StepSpan] = ()
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Self:
+        fields = {name: value for name, value in trajectory.__dict__.items() if name in cls._fields}
+        fields["rows"] = [CheckedRow.of(row) for row in trajectory.rows]
+        fields["steps"] = [StepSpan.of(step) for step in trajectory.steps]
+        return cls(**fields, scored=trajectory.scored)
+
+    @property
+    def kind(self) -> str:
+        """usable, or why the slot ends without a trajectory: failed, aborted, unscorable."""
+        if self.status not in (Status.COMPLETED, Status.TRUNCATED):
+            return str(self.status)
+        return "unscorable" if self.reward is None and self.scored else "usable"
 
 
 def members_of(trajectories: Sequence[Checked], sizes: Sequence[int]) -> Members:
     """Usable trajectories as members. sizes: payload bytes of each. Nothing is checked."""
-    records, rows = [], list[tuple[int, int]]()
+    records, rows, steps = [], list[tuple[int, int]](), []
+    states: dict[str, int] = {}
     for one, size in zip(trajectories, sizes, strict=True):
         columns = [row.columns for row in one.rows]
         counts = [(len(row["input_ids"]), int(np.count_nonzero(row["response_mask"]))) for row in columns]
         rows += counts
-        versions, reward = _versions_of(one), 0.0 if one.reward is None else one.reward
+        versions, reward = versions_of(one.model_version, columns), 0.0 if one.reward is None else one.reward
         flags = ROLE_FLAGS[one.role] | HAS_REWARD * (one.reward is not None)
         flags |= HAS_VERSION * (versions is not None)
         record = (one.rollout_index, STATUSES.index(one.status), flags, len(counts), len(one.steps), size)
         tokens, trainable = map(sum, zip(*counts, strict=True))
         records.append(_RECORD.pack(*record, reward, *(versions or (0, 0)), tokens, trainable))
+        for row, start, end, step_reward, key in one.steps:
+            state = NO_STATE if key is None else states.setdefault(key, len(states))
+            steps.append(_STEP.pack(row, start, end, state, step_reward))
     named = dict.fromkeys(chain.from_iterable([one.rewards for one in trajectories]))
     extras = [row.extras for one in trajectories for row in one.rows]
     counted = [name for name, column in extras[0].items() if not column.per_token] if extras else ()
     return Members(
         np.frombuffer(b"".join(records), MEMBER),
         np.frombuffer(b"".join([_ROW.pack(*pair) for pair in rows]), ROW),
-        *_steps_of(trajectories),
+        np.frombuffer(b"".join(steps), STEP) if steps else NO_STEPS,
+        tuple(states),
         {name: np.array([one.rewards.get(name, np.nan) for one in trajectories]) for name in named},
         {name: np.array([len(row[name].data) for row in extras], np.uint32) for name in counted},
     )
-
-
-def _versions_of(trajectory: Checked) -> tuple[int, int] | None:
-    """The oldest and the newest version: of its trainable tokens where that is known, else of the trajectory."""
-    rows, version, span = [row.columns for row in trajectory.rows], trajectory.model_version, None
-    if "versions" in rows[0]:  # then all rows have them
-        columns = [[row[name] for row in rows] for name in ("versions", "response_mask")]
-        span = span_of(*(found[0] if len(rows) == 1 else np.concatenate(found) for found in columns))
-    return span or ((version, version) if isinstance(version, int) else version)
-
-
-def _steps_of(trajectories: Sequence[Checked]) -> tuple[Array, tuple[str, ...]]:
-    numbers: dict[str, int] = {}
-    records = [
-        _STEP.pack(
-            *(row, start, end),
-            NO_STATE if key is None else numbers.setdefault(key, len(numbers)),
-            reward,
-        )
-        for one in trajectories
-        for row, start, end, reward, key in one.steps
-    ]
-    return np.frombuffer(b"".join(records), STEP) if records else NO_STEPS, tuple(numbers)
 
 
 # One by one
@@ -354,7 +390,7 @@ def references_of(members: Members, owners: Iterable[tuple[str, str | None]]) ->
             status=STATUSES[status],
             reward=reward if flags & HAS_REWARD else None,
             rewards={name: values[member] for name, values in named if not isnan(values[member])},
-            role=role_of(flags),
+            role=Role.EVAL if flags & EVAL else Role.BASELINE if flags & BASELINE else Role.TRAIN,
             versions=(oldest, newest) if flags & HAS_VERSION else None,
             data_source=owner[1],
             steps=tuple(

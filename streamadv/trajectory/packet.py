@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -22,36 +21,11 @@ from ..messages import brief
 from .columns import EXTRA_DTYPES, KNOWN_COLUMNS, MAX_DIMENSIONS, Array, check_values, count_ones
 from .members import Members, offsets
 
-#: Size limits of a packet; a single larger trajectory is a packet of its own.
+#: Size limit of a packet.
 MAX_PACKET_MEMBERS: Final = 64
-MAX_PACKET_BYTES: Final = 256 << 10
-#: A column of this many bytes is not copied before it is sent.
-LARGE_COLUMN: Final = 32 << 10
-
 
 #: What filters judge unless the run says otherwise, see `filter_value`.
 REWARD: Final = "reward"
-
-
-class Packet(NamedTuple):
-    """An encoded packet."""
-
-    positions: tuple[int, ...]  # of its members among the records of the push
-    indices: tuple[int, ...]  # rollout indices, ascending
-    members: str  # a line 'index kind reward role' for each, as scripts read them; reward '-' = none yet
-    table: bytes  # b"" without a payload
-    size: int  # bytes of the values of the payload; 0 without one
-    fields: dict[Any, Any]  # of the payload: name -> array, tuple of arrays (end to end) or bytes
-    parts: Sequence[Any] = ()  # what it was made of, for `merge_packets`; () for one that stays as it is
-
-    def frozen(self) -> tuple[Any, ...]:
-        """For `thaw`: nothing but plain tuples, so that the garbage collector leaves it alone while it is kept."""
-        return (*self[:5], tuple(self.fields.items()))
-
-    @classmethod
-    def thaw(cls, frozen: tuple[Any, ...]) -> Self:
-        """The packet of which `frozen` made this."""
-        return cls._make((*frozen[:-1], dict(frozen[-1]), ()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,51 +45,6 @@ class ColumnKind(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]  # of one entry
     per_token: bool
-
-
-NBYTES: Final = attrgetter("nbytes")
-
-
-def field_of(arrays: Sequence[Array]) -> Array | tuple[Array, ...]:
-    """A column of a packet, given each member's part of it.
-
-    Small parts are copied into one array. Large columns are sent from where they lie: a copy would cost as much as
-    sending, and a producer keeps what it has sent for a while.
-    """
-    if sum(map(NBYTES, arrays)) >= LARGE_COLUMN:
-        return tuple(arrays) if len(arrays) > 1 else arrays[0]
-    if len(arrays) == 1:
-        return arrays[0].copy()
-    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-    try:  # np.concatenate takes half a microsecond for each array
-        return np.ndarray(shape, arrays[0].dtype, bytearray().join(arrays))  # type: ignore[arg-type]
-    except TypeError:  # one has gaps in memory
-        return np.concatenate(arrays)
-
-
-def parts_of(column: Array | tuple[Array, ...]) -> tuple[Array, ...]:
-    """The arrays of a column as `field_of` gives it."""
-    return column if isinstance(column, tuple) else (column,)
-
-
-def filter_value(
-    name: str, reward: float | None, rewards: Mapping[str, float], metadata: Mapping[str, Any]
-) -> float | None:
-    """The number by which a run with `filter_by` = `name` judges a member; None while it has no reward.
-
-    Raises ValueError if the member has no such reward, and no number of this name in its metadata.
-    """
-    if name == REWARD or reward is None:
-        return reward
-    value = rewards.get(name, metadata.get(name))
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"has no reward and no number {brief(name)}, by which the run filters (filter_by)")
-    return float(value)
-
-
-def member_line(index: int, kind: str, reward: float | None, role: str) -> str:
-    """A line of `Packet.members`. kind: usable, or why the slot ended: failed, aborted, cancelled, unscorable."""
-    return f"{index} {kind} {'-' if reward is None else repr(reward)} {role}\n"
 
 
 def column_kind(name: str, kinds: Mapping[str, str]) -> ColumnKind:
@@ -177,26 +106,3 @@ def check_column(packet: StoredPacket, name: str, values: Array) -> None:
         ones = count_ones(values, offsets(packet.members.rows["tokens"]))
         if not (ones == packet.members.rows["trainable"]).all():
             raise WireError("column response_mask has other numbers of ones than its packet says")
-
-
-def split_packets(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of members, given their bytes, that make a packet each. They are spread evenly."""
-    filled = _fill(sizes, MAX_PACKET_BYTES)
-    if len(filled) == 1:
-        return filled
-    spread = _fill(sizes, min(MAX_PACKET_BYTES, sum(sizes) // len(filled) + max(sizes) - 1))
-    return spread if len(spread) == len(filled) else filled
-
-
-def _fill(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Ranges of at most `limit` bytes; a larger member is one by itself."""
-    if len(sizes) <= MAX_PACKET_MEMBERS and sum(sizes) <= limit:
-        return [(0, len(sizes))]
-    ranges: list[tuple[int, int]] = []
-    start = total = 0
-    for position, size in enumerate(sizes):
-        if position > start and (position - start == MAX_PACKET_MEMBERS or total + size > limit):
-            ranges.append((start, position))
-            start, total = position, 0
-        total += size
-    return [*ranges, (start, len(sizes))]

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
-from .checked import Checked, CheckedRow, StepSpan
+from ..messages import brief
 from .columns import HEADER, Array
 from .member_table import decode_table, encode_table
-from .members import STEP, members_of, offsets, spans
-from .packet import (
-    NBYTES,
-    REWARD,
-    Packet,
-    field_of,
-    filter_value,
-    member_line,
-    parts_of,
-    split_packets,
-)
+from .members import STEP, Checked, CheckedRow, members_of, offsets, spans
+from .packet import MAX_PACKET_MEMBERS, REWARD
 from .schema import Column, Role
 
+#: Size limit of a packet, as MAX_PACKET_MEMBERS; a single larger trajectory is a packet of its own.
+MAX_PACKET_BYTES: Final = 256 << 10
+#: A column of this many bytes is not copied before it is sent.
+LARGE_COLUMN: Final = 32 << 10
 #: Size limit of a payload's header.
 MAX_HEADER_BYTES: Final = 1 << 20
 _MEMBERS: Final = b',"members":['  # before the members' parts; no text in the JSON before holds a bare quote
+
+
+NBYTES: Final = attrgetter("nbytes")
+
+
+class Packet(NamedTuple):
+    """An encoded packet."""
+
+    positions: tuple[int, ...]  # of its members among the records of the push
+    indices: tuple[int, ...]  # rollout indices, ascending
+    members: str  # a line 'index kind reward role' for each, as scripts read them; reward '-' = none yet
+    table: bytes  # b"" without a payload
+    size: int  # bytes of the values of the payload; 0 without one
+    fields: dict[Any, Any]  # of the payload: name -> array, tuple of arrays (end to end) or bytes
+    parts: Sequence[Any] = ()  # what it was made of, for `merge_packets`; () for one that stays as it is
+
+    def frozen(self) -> tuple[Any, ...]:
+        """For `thaw`: nothing but plain tuples, so that the garbage collector leaves it alone while it is kept."""
+        return (*self[:5], tuple(self.fields.items()))
+
+    @classmethod
+    def thaw(cls, frozen: tuple[Any, ...]) -> Self:
+        """The packet of which `frozen` made this."""
+        return cls._make((*frozen[:-1], dict(frozen[-1]), ()))
 
 
 class Part(NamedTuple):
@@ -116,7 +136,10 @@ def _packet(parts: Sequence[Part]) -> Packet:
     if not names:
         return Packet(positions, indices, text, b"", 0, {}, parts)
     fields: dict[Any, Any] = {name: field_of([own[name] for own in columns]) for name in names}
-    fields[HEADER] = header = _join_headers(heads[0], headers)
+    header = heads[0]
+    if any(headers):
+        header = b"%b%b%b]}" % (header[:-1], _MEMBERS, b",".join([own or b"{}" for own in headers]))
+    fields[HEADER] = header
     size = sum(sizes) - sum(map(len, headers)) + len(header)
     table = encode_table(members_of(fields_of, sizes), names)
     return Packet(positions, indices, text, table, size, fields, parts)
@@ -131,7 +154,10 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     if not packet.size:
         return Packet(positions, indices, text, b"", 0, {})
     members, names = decode_table(packet.table)
-    header = _select_header(packet.fields[HEADER], chosen)
+    parts = from_json(packet.fields[HEADER])
+    if "members" in parts:
+        parts["members"] = [parts["members"][member] for member in chosen]
+    header = to_json(parts)
     columns: dict[Any, Array] = {}
     for name in names:
         column = np.concatenate(parts_of(packet.fields[name]))
@@ -152,14 +178,16 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
     columns, header = _columns(rows), _header(trajectory, source)
     head = _header_head(trajectory.group_size, source)
     size = sum(map(NBYTES, columns.values())) + len(header)
-    steps_size = _bytes_of_steps(steps) if steps else 0
+    keys = {step.state_key for step in steps} - {None}
+    # What the member table needs. Turns of few tokens need more than the columns.
+    steps_size = len(steps) * STEP.itemsize + sum(map(len, keys))  # type: ignore[arg-type]
     if size + steps_size > limit:
         what = "columns" if size > limit else "steps"
         raise TrajectoryError(
             f"trajectory {trajectory.group_id}/{index} has {size + steps_size} bytes, "
             f"max_trajectory_bytes is {limit}: drop {what} or raise it for the run"
         )
-    header_size = len(head) + len(_MEMBERS) + len(header) + 1  # as `_join_headers` makes it
+    header_size = len(head) + len(_MEMBERS) + len(header) + 1  # as `_packet` joins it
     if header_size > MAX_HEADER_BYTES:
         raise TrajectoryError(
             f"metadata: header of {trajectory.group_id}/{index} has {header_size} bytes, "
@@ -185,12 +213,6 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
         trajectory,
         steps_size,
     )
-
-
-def _bytes_of_steps(steps: Sequence[StepSpan]) -> int:
-    """What they need in the member table. Turns of few tokens need more than the columns."""
-    keys = {step.state_key for step in steps} - {None}
-    return len(steps) * STEP.itemsize + sum(map(len, keys))  # type: ignore[arg-type]
 
 
 def _columns(rows: Sequence[CheckedRow]) -> Mapping[str, Array]:
@@ -248,15 +270,67 @@ def _header_head(group_size: int, data_source: str | None) -> bytes:
     return to_json(head)
 
 
-def _join_headers(head: bytes, headers: Sequence[bytes]) -> bytes:
-    """The header of a packet: `_header_head` with each member's part."""
-    if not any(headers):
-        return head
-    return b"%b%b%b]}" % (head[:-1], _MEMBERS, b",".join([header or b"{}" for header in headers]))
+# What a packet is made of
 
 
-def _select_header(header: bytes, chosen: Sequence[int]) -> bytes:
-    parts = from_json(header)
-    if "members" in parts:
-        parts["members"] = [parts["members"][member] for member in chosen]
-    return to_json(parts)
+def field_of(arrays: Sequence[Array]) -> Array | tuple[Array, ...]:
+    """A column of a packet, given each member's part of it.
+
+    Small parts are copied into one array. Large columns are sent from where they lie: a copy would cost as much as
+    sending, and a producer keeps what it has sent for a while.
+    """
+    if sum(map(NBYTES, arrays)) >= LARGE_COLUMN:
+        return tuple(arrays) if len(arrays) > 1 else arrays[0]
+    if len(arrays) == 1:
+        return arrays[0].copy()
+    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+    try:  # np.concatenate takes half a microsecond for each array
+        return np.ndarray(shape, arrays[0].dtype, bytearray().join(arrays))  # type: ignore[arg-type]
+    except TypeError:  # one has gaps in memory
+        return np.concatenate(arrays)
+
+
+def parts_of(column: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    """The arrays of a column as `field_of` gives it."""
+    return column if isinstance(column, tuple) else (column,)
+
+
+def filter_value(
+    name: str, reward: float | None, rewards: Mapping[str, float], metadata: Mapping[str, Any]
+) -> float | None:
+    """The number by which a run with `filter_by` = `name` judges a member; None while it has no reward.
+
+    Raises ValueError if the member has no such reward, and no number of this name in its metadata.
+    """
+    if name == REWARD or reward is None:
+        return reward
+    value = rewards.get(name, metadata.get(name))
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"has no reward and no number {brief(name)}, by which the run filters (filter_by)")
+    return float(value)
+
+
+def member_line(index: int, kind: str, reward: float | None, role: str) -> str:
+    """A line of `Packet.members`. kind: usable, or why the slot ended: failed, aborted, cancelled, unscorable."""
+    return f"{index} {kind} {'-' if reward is None else repr(reward)} {role}\n"
+
+
+def split_packets(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of members, given their bytes, that make a packet each. They are spread evenly."""
+    if len(sizes) <= MAX_PACKET_MEMBERS and sum(sizes) <= MAX_PACKET_BYTES:
+        return [(0, len(sizes))]
+    filled = _fill(sizes, MAX_PACKET_BYTES)
+    spread = _fill(sizes, min(MAX_PACKET_BYTES, sum(sizes) // len(filled) + max(sizes) - 1))
+    return spread if len(spread) == len(filled) else filled
+
+
+def _fill(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Ranges of at most `limit` bytes; a larger member is one by itself."""
+    ranges: list[tuple[int, int]] = []
+    start = total = 0
+    for position, size in enumerate(sizes):
+        if position > start and (position - start == MAX_PACKET_MEMBERS or total + size > limit):
+            ranges.append((start, position))
+            start, total = position, 0
+        total += size
+    return [*ranges, (start, len(sizes))]

@@ -19,7 +19,7 @@ from ..errors import WireError
 from ..messages import brief, first_problem, one_line
 from .columns import KNOWN_COLUMNS, LARGEST, Array
 from .fields import MAX_METADATA_DEPTH, MAX_SHORT_TEXT, MAX_VERSION, is_plain
-from .members import Members, Reference, offsets
+from .members import HAS_VERSION, Members, Reference, offsets
 from .packet import StoredPacket
 from .packet_encoding import MAX_HEADER_BYTES, version_of
 from .schema import MAX_GROUP_SIZE, Column, Row, Step, Trajectory
@@ -122,7 +122,13 @@ class Payload:
         """Parsed when it is asked for: most payloads never are, and the garbage collector would walk it."""
         header = parse_header(self.header_json, self.packet.members)
         own = header["members"][self.position] if header.get("members") else {}
-        version = own["model_version"] if "model_version" in own else self._version()
+        version, record = own.get("model_version"), self.packet.members.table[self.position]
+        if (
+            "model_version" not in own
+            and "versions" not in self.packet.columns
+            and record["flags"] & HAS_VERSION
+        ):
+            version = version_of(int(record["oldest"]), int(record["newest"]))
         return Header(
             header["group_size"],
             own.get("data_source", header.get("data_source")),
@@ -131,12 +137,6 @@ class Payload:
             tuple(own.get("agents", ())),
             own.get("row_rewards", ()),
         )
-
-    def _version(self) -> int | tuple[int, int] | None:
-        record = self.packet.members.select([self.position])
-        if "versions" in self.packet.columns or not record.has_version[0]:
-            return None
-        return version_of(int(record.table["oldest"][0]), int(record.table["newest"][0]))
 
 
 def payloads_of(packet: StoredPacket, columns: Mapping[str, Array], header: bytes) -> list[Payload]:

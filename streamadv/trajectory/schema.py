@@ -36,7 +36,7 @@ from .columns import (
     NoArrayError,
     cast_array,
     extra_array,
-    span_of,
+    versions_of,
 )
 from .fields import GroupId, LongText, Metadata, Reward, RoundName, ShortText, TokenColumn, Version, Whole
 from .names import check_names, meant
@@ -325,12 +325,7 @@ class Trajectory(_Model):
     @property
     def version_span(self) -> tuple[int, int] | None:
         """Oldest and newest policy version over trainable tokens; None when the source has no version."""
-        version = self.model_version
-        if self.rows and self.rows[0].versions is not None:  # then all rows have them
-            columns = [(row.columns["versions"], row.response_mask) for row in self.rows]
-            if span := span_of(*map(np.concatenate, zip(*columns, strict=True))):
-                return span
-        return version if version is None or isinstance(version, tuple) else (version, version)
+        return versions_of(self.model_version, [row.columns for row in self.rows])
 
     def to_json(self) -> dict[str, Any]:
         """The interchange form: lists for arrays, a single row at top level, absent fields left out."""

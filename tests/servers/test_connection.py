@@ -18,12 +18,17 @@ import redis.asyncio.cluster
 import redis.exceptions
 
 from streamadv.errors import ServerUnreachableError, SettingError
-from streamadv.store.calls import run_script, run_script_async, run_transaction, run_transaction_async
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import RETRYABLE, NotNowError
-from streamadv.store.scripts import script_call
+from streamadv.store.scripts import (
+    run_script,
+    run_script_async,
+    run_transaction,
+    run_transaction_async,
+    script_call,
+)
 from streamadv.store.waiting import Blocked, Wait
 from tests.clusters import until
 

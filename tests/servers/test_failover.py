@@ -7,9 +7,9 @@ import pytest
 from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
-from streamadv.store.calls import server_ids
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys, manifest_key
+from streamadv.store.scripts import server_ids
 from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
 from tests.support import heartbeat, ledger, problems, push_groups, threads

@@ -16,9 +16,9 @@ from streamadv.run import open_run
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.checked import Checked
 from streamadv.trajectory.columns import HEADER
-from streamadv.trajectory.packet import Packet
+from streamadv.trajectory.members import Checked
+from streamadv.trajectory.packet_encoding import Packet
 from streamadv.trajectory.payload import SCHEMA_VERSION
 from tests.support import delivered_batch, join, ledger, next_batch, problems, push_groups
 

@@ -23,18 +23,17 @@ from streamadv.errors import (
     StreamadvError,
     UndecodableGroupError,
 )
-from streamadv.producer import Producer, Ticket, encode, logic, resend
+from streamadv.producer import Producer, Ticket, logic, requests, resend
 from streamadv.producer import producer as producer_module
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
 from streamadv.store import connection as connection_module
-from streamadv.store.calls import run_transaction, run_transaction_async
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys
 from streamadv.store.retry import NotNowError
-from streamadv.store.scripts import ScriptCall, script_call
+from streamadv.store.scripts import ScriptCall, run_transaction, run_transaction_async, script_call
 from streamadv.trainer import delivery
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
@@ -266,7 +265,7 @@ def test_what_is_kept_of_one_push_is_bounded_too(
 ) -> None:
     """The calls that it takes are kept one by one, the last ones of them."""
     monkeypatch.setattr(resend, "MAX_RESEND_BYTES", 1_000_000)
-    monkeypatch.setattr(encode, "MAX_SLICE_BYTES", 300_000)
+    monkeypatch.setattr(requests, "MAX_SLICE_BYTES", 300_000)
     with Producer(forgetful.url, run) as producer:
         push_groups(producer, 1, size=20, tokens=20_000)  # 260 kB each
         restart(forgetful)

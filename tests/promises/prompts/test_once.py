@@ -19,7 +19,7 @@ from streamadv.producer import prompted
 from streamadv.prompts.steps import lease
 from streamadv.prompts.stored import Stored, read, read_sets
 from streamadv.run import Run
-from streamadv.store.calls import run_script
+from streamadv.store.scripts import run_script
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import has_been_asked, holding, join, problems, working

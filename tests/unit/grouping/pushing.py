@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from streamadv.producer.encode import GroupPush, Push
+from streamadv.producer.requests import GroupPush, Push
 from streamadv.run import Run
-from streamadv.store.calls import run_script, run_transaction
 from streamadv.store.exchange import Payloads
-from streamadv.store.scripts import ScriptCall
+from streamadv.store.scripts import ScriptCall, run_script, run_transaction
 from streamadv.trajectory.schema import Trajectory
 from tests.support import packets_of
 

@@ -9,8 +9,8 @@ import pytest
 
 from streamadv.errors import Busy, SettingError, TrajectoryError
 from streamadv.producer import Group
-from streamadv.store.calls import run_script
 from streamadv.store.connection import Connection
+from streamadv.store.scripts import run_script
 from tests.support import group_all, heartbeat, join, ledger, problems, producing
 
 ROLLOUT = {"input_ids": [1], "response_mask": [1], "reward": 1.0}

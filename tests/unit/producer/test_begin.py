@@ -11,9 +11,8 @@ import pytest
 
 from streamadv.errors import Busy, SettingError, TrajectoryError
 from streamadv.producer.async_producer import BeginGroup
-from streamadv.producer.checks import GroupRequest
 from streamadv.producer.requests import OUT_OF_MEMORY, GroupCall, Pause
-from streamadv.producer.tickets import Ticket
+from streamadv.producer.tickets import GroupRequest, Ticket
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from tests.support import group_all, join, ledger, make_overdue, payload_keys, problems, producing, trajectory

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from streamadv.errors import GroupEndedError, TrajectoryError
 from streamadv.producer import producer as producer_module
-from streamadv.producer.encode import MAX_SLICE_BYTES
+from streamadv.producer.requests import MAX_SLICE_BYTES
 from streamadv.run import Run
 from streamadv.run.packets import fetch_columns
 from streamadv.status import read_status
-from streamadv.store.calls import run_transaction
 from streamadv.store.connection import Connection
+from streamadv.store.scripts import run_transaction
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.payload import payloads_of
 from streamadv.trajectory.schema import MAX_REWARDS

@@ -10,8 +10,13 @@ from prometheus_client import generate_latest
 from streamadv import metrics
 from streamadv.errors import Busy, TrajectoryError
 from streamadv.producer import Producer
-from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_MEMBERS, MAX_SLICE_PACKETS, Push
-from streamadv.producer.requests import Pause
+from streamadv.producer.requests import (
+    MAX_SLICE_BYTES,
+    MAX_SLICE_MEMBERS,
+    MAX_SLICE_PACKETS,
+    Pause,
+    Push,
+)
 from streamadv.store.connection import Connection
 from tests.support import (
     Forward,

@@ -10,14 +10,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import TrajectoryError
-from streamadv.producer.checks import check_records
 from streamadv.producer.extra_columns import conform, kinds_of
-from streamadv.producer.records import read_by_hand, read_records
+from streamadv.producer.records import check_records, read_by_hand
 from streamadv.producer.tickets import Ticket
-from streamadv.trajectory.checked import Checked
 from streamadv.trajectory.columns import KNOWN_COLUMNS
-from streamadv.trajectory.packet import LARGE_COLUMN, MAX_PACKET_BYTES, Packet
-from streamadv.trajectory.packet_encoding import encode_packets, merge_packets
+from streamadv.trajectory.members import Checked
+from streamadv.trajectory.packet_encoding import (
+    LARGE_COLUMN,
+    MAX_PACKET_BYTES,
+    Packet,
+    encode_packets,
+    merge_packets,
+)
 from streamadv.trajectory.schema import Step
 
 LIMIT = 1 << 20
@@ -42,6 +46,11 @@ def encoded(items: list[Checked], limit: int = LIMIT) -> list[Packet]:
     """What is sent of them by a run whose extra columns they have named."""
     kinds = kinds_of(items)
     return encode_packets([conform(item, kinds, "r") for item in items], limit)
+
+
+def checked(records: list[Any], ticket: Ticket) -> list[Checked]:
+    """The records as a push reads them."""
+    return read_by_hand(records, ticket) or [Checked.of(one) for one in check_records(records, ticket)]
 
 
 def by_hand(records: list[Any], ticket: Ticket = TICKET, limit: int = LIMIT) -> list[Any] | None:
@@ -264,14 +273,14 @@ def test_the_order_of_records_and_fields_says_nothing(tokens: int) -> None:
         for index in (3, 0, 5, 1)
     ]
     found[2] = dict(reversed(found[2].items()))
-    packets = encoded(read_records(found, TICKET))
+    packets = encoded(checked(found, TICKET))
     assert by_hand(found) == full(found, TICKET) == sent(packets)
     assert [index for packet in packets for index in packet.indices] == [0, 1, 3, 5]
 
 
 def one_by_one(found: list[Any], ticket: Ticket) -> list[Packet]:
     """The packets of records that are pushed one after another, merged."""
-    return merge_packets([packet for record in found for packet in encoded(read_records([record], ticket))])
+    return merge_packets([packet for record in found for packet in encoded(checked([record], ticket))])
 
 
 @pytest.mark.parametrize("data_source", ["math", None, 'a,"members":[b'])
@@ -285,7 +294,7 @@ def test_records_one_by_one_are_one_packet_once_merged(tokens: int, data_source:
         record["metadata"] = {"prompt": "}", "members": [record["rollout_index"]]}
         record["steps"] = [{"start": 0, "end": 2, "state_key": f"room {record['rollout_index']}"}]
     found[3]["rewards"] = {"format": 0.5}
-    merged, whole = one_by_one(found, ticket), encoded(read_records(found, ticket))
+    merged, whole = one_by_one(found, ticket), encoded(checked(found, ticket))
     assert [packet[1:] for packet in sent_alone(merged)] == [packet[1:] for packet in sent_alone(whole)]
     assert [packet.indices for packet in merged] == [(0, 1, 3, 5)]
 
@@ -317,7 +326,7 @@ def test_merged_packets_keep_their_bounds() -> None:
 def test_large_columns_are_sent_from_where_they_lie() -> None:
     tokens = LARGE_COLUMN // 8
     found = [columns(tokens, index) | {"rollout_index": index, "reward": 0.5} for index in range(2)]
-    (packet,) = encoded(read_records(found, TICKET))
+    (packet,) = encoded(checked(found, TICKET))
     assert [
         part is record["input_ids"] for part, record in zip(packet.fields["input_ids"], found, strict=True)
     ] == [True, True]
@@ -328,7 +337,7 @@ def test_small_arrays_may_be_written_into_once_they_are_pushed() -> None:
     """A producer keeps what it has sent for a while, and may send it again."""
     record = columns(100, 3) | {"reward": 0.5}
     pushed = record["input_ids"].copy()
-    (packet,) = encoded(read_records([record], TICKET))
+    (packet,) = encoded(checked([record], TICKET))
     record["input_ids"][:] = 7  # the buffer of the next rollout
     np.testing.assert_array_equal(packet.fields["input_ids"], pushed)
 

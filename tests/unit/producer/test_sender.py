@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import redis.exceptions
 
-from streamadv.producer.encode import MAX_SLICE_BYTES, MAX_SLICE_PACKETS, GroupPush, Push
+from streamadv.producer.requests import MAX_SLICE_BYTES, MAX_SLICE_PACKETS, GroupPush, Push
 from streamadv.producer.sender import MAX_UNDER_WAY, Sender
 from streamadv.store.keys import ShardKeys
-from streamadv.trajectory.packet import Packet
-from streamadv.trajectory.packet_encoding import ended_packets
+from streamadv.trajectory.packet_encoding import Packet, ended_packets
 from tests.support import packets_of, trajectory
 
 KEYS = ShardKeys("r:0:0")

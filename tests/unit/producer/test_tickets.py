@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamadv.errors import TrajectoryError
-from streamadv.producer.checks import check_records
+from streamadv.producer.records import check_records
 from streamadv.producer.tickets import Ticket, new_group_id
 from streamadv.store.connection import Connection
 from tests.support import join, payload_keys, producing, trajectory

@@ -13,10 +13,9 @@ import pytest
 from streamadv.errors import EpochFencedError
 from streamadv.run import Shard
 from streamadv.store import acl, scripts
-from streamadv.store.calls import run_script, run_script_async
 from streamadv.store.connection import Connection
 from streamadv.store.keys import MANY_KINDS, EntryKeys, ShardKeys, key_patterns
-from streamadv.store.scripts import parse_keys, script_call
+from streamadv.store.scripts import parse_keys, run_script, run_script_async, script_call
 
 NAMES = list(scripts.files())
 KEYS = ShardKeys("r:0:0")

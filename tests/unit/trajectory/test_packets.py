@@ -18,16 +18,11 @@ from streamadv.errors import TrajectoryError, WireError
 from streamadv.trajectory.columns import EXTRA_DTYPES, HEADER, KNOWN_COLUMNS, Array
 from streamadv.trajectory.member_table import decode_table
 from streamadv.trajectory.members import references_of
-from streamadv.trajectory.packet import (
-    MAX_PACKET_BYTES,
-    MAX_PACKET_MEMBERS,
-    Packet,
-    StoredPacket,
-    check_column,
-    decode_column,
-)
+from streamadv.trajectory.packet import MAX_PACKET_MEMBERS, StoredPacket, check_column, decode_column
 from streamadv.trajectory.packet_encoding import (
     MAX_HEADER_BYTES,
+    MAX_PACKET_BYTES,
+    Packet,
     ended_packets,
     select_members,
 )
