@@ -63,7 +63,7 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     if not groups:
         return ComputedItem(computed, published, json.dumps(header))
     batch = pack_members(layout, lay_out(layout, prepared.columns, chain.needs, device), device)
-    result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
+    result = run_chain(chain, batch, item.kl_coefficient, running_of(item.running))
     selection = Selection(batch, layout, item.shard)
     results, outputs = split_result(result, selection)
     kept = results_of_groups(published, prepared.share_kept, chain.level, results, outputs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.rewards import raw_rewards
@@ -20,10 +20,7 @@ from ..algorithms.rewards import RunningMoments
 from ..errors import ArgumentError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout
-from .record import BatchRecord, Running, WorkItem
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .record import Running
 
 
 def running_with(
@@ -36,40 +33,32 @@ def running_with(
     if "running" not in (config.reward.mean, config.reward.std):
         return None
     batch = pack_members(Layout.of(sorted(groups, key=lambda group: group.group_id)))
-    moments = _moments(before)
+    moments = running_of(before)
     if not config.by_source:
-        old = RunningMoments() if isinstance(moments, dict) else moments
-        return asdict(_updated(old, _counted(config, batch)))
+        old = moments if isinstance(moments, RunningMoments) else RunningMoments()
+        return asdict(_updated(old, config, batch))
     by_source = moments if isinstance(moments, dict) else {}
     for source, part in split_by_source(batch):
-        old = by_source.get(source, RunningMoments())
-        by_source[source] = _updated(old, _counted(config, part.batch))
+        by_source[source] = _updated(by_source.get(source, RunningMoments()), config, part.batch)
     return {source: asdict(of_source) for source, of_source in by_source.items()}
 
 
-def _updated(moments: RunningMoments, rewards: Tensor) -> RunningMoments:
-    """The moments with `rewards` added, as they are where the sum is not finite: workers find the group at fault."""
+def _updated(moments: RunningMoments, config: ChainConfig, batch: PackedBatch) -> RunningMoments:
+    """The moments with a batch's rewards, as they are where the sum is not finite: workers find the group at fault."""
     try:
-        return moments.updated(rewards)
+        return moments.updated(raw_rewards(config.reward, batch)[~batch.baseline])
     except ArgumentError:
         return moments
 
 
-def _counted(config: ChainConfig, batch: PackedBatch) -> Tensor:
-    """[K] float64: the rewards that count in the moments."""
-    return raw_rewards(config.reward, batch)[~batch.baseline]
-
-
-def running_of(stamped: BatchRecord | WorkItem) -> RunningMoments | dict[str, RunningMoments] | None:
-    """The moments stamped into a record or a work item, as `run_chain` takes them."""
-    return None if stamped.running is None else _moments(stamped.running)
-
-
-def _moments(stored: Running | None) -> RunningMoments | dict[str, RunningMoments]:
-    by_source = {source: value for source, value in (stored or {}).items() if isinstance(value, dict)}
-    if by_source:
-        return {source: RunningMoments(**value) for source, value in by_source.items()}
-    return RunningMoments(**(stored or {}))
+def running_of(stored: Running | None) -> RunningMoments | dict[str, RunningMoments] | None:
+    """The moments in a record or a work item, as `run_chain` takes them."""
+    if stored is None:
+        return None
+    by_source = {
+        source: RunningMoments(**value) for source, value in stored.items() if isinstance(value, dict)
+    }
+    return by_source or RunningMoments(**stored)
 
 
 class KLCoefficients:

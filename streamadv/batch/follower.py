@@ -15,7 +15,7 @@ from ..errors import BatchLostError, SettingError
 from ..run import Run
 from ..run.run import fenced
 from ..store.reasons import Reason
-from .hold import Hold, NotHeldError, as_hold, ask_hold, founding_epoch, read_hold
+from .hold import Hold, NotHeldError, as_hold, founding_epoch, read_hold
 from .progress import Progress
 from .record import BatchRecord, NamingSettings, find_record
 from .session import Session
@@ -81,8 +81,15 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
 def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
     """Go on in the branch that rank 0 is in, or begin with it."""
     if progress.session == hold.session and progress.branch == hold.branch:
-        if progress.has_delivered:
-            _check_delivered(run, progress)
+        # Data loss can make rank 0 take back, and name again, a batch that this rank has delivered.
+        stored: Any = run.connection.scripts.hget(run.keys.home.session, "taken_back")
+        taken_back = (stored or b"").decode(errors="replace").split()
+        for k, batch in progress.batches.items():
+            if k < progress.delivered and batch.record.id in taken_back:
+                raise BatchLostError(
+                    f"the server has lost groups of batch {k}, and rank 0 names it again with others: restart the "
+                    "trainer from its checkpoint"
+                )
         return
     # load_state_dict was called here, and no branch of rank 0 has been matched with it yet
     pending = progress.loaded and progress.branch == 0
@@ -103,18 +110,6 @@ def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
         progress.claimed = hold.branch
 
 
-def _check_delivered(run: Run, progress: Progress) -> None:
-    """Check that rank 0 has taken back no batch that this rank has delivered: data loss can make it name it again."""
-    stored: Any = run.connection.scripts.hget(run.keys.home.session, "taken_back")
-    taken_back = (stored or b"").decode(errors="replace").split()
-    for k, batch in progress.batches.items():
-        if k < progress.delivered and batch.record.id in taken_back:
-            raise BatchLostError(
-                f"the server has lost groups of batch {k}, and rank 0 names it again with others: restart the trainer "
-                "from its checkpoint"
-            )
-
-
 class Follower(Session):
     """Made by `join`."""
 
@@ -132,7 +127,7 @@ class Follower(Session):
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and rank 0 has the run as it was joined."""
-        replies = self._ask(lambda pipe: ask_hold(pipe, self.run))
+        replies = self._ask(lambda pipe: pipe.hmget(self.run.keys.home.session, list(Hold._fields)))
         if replies is None:
             return False
         hold = as_hold(replies[0])
@@ -163,12 +158,10 @@ class Follower(Session):
             return Reason("other_rank", f"rank 0 has not named batch {k}")
         return Reason("computing", f"results of batch {k}")
 
-    def has_all(self, k: int) -> bool:
-        """As `has_ended`: rank 0 names batches."""
-        return self.has_ended(k)
-
     def has_ended(self, k: int) -> bool:
         """Whether rank 0 has ended before batch k, and this rank has not."""
         stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.session, ["end", "ends"])
         end, ends = stored
         return end is not None and int(end) == k and int(ends) > self.progress.ends
+
+    has_all = has_ended  # rank 0 names batches

@@ -39,14 +39,6 @@ class Session:
         progress.kl = self._kl.to_json()
 
     @property
-    def version(self) -> int:
-        return self.progress.version
-
-    @property
-    def epoch(self) -> int:
-        return self.progress.epoch
-
-    @property
     def fence(self) -> str:
         return self.progress.fence
 
@@ -91,7 +83,7 @@ class Session:
 
     def note_trained(self, record: BatchRecord, kl: float | None = None, trajectories: int = 0) -> None:
         """The batch is in the weights, so many trajectories with this mean KL, whatever the server knows."""
-        if record.k >= self.version:
+        if record.k >= self.progress.version:
             self._kl.trained(record.k, kl, trajectories)
             self.progress.kl = self._kl.to_json()
             self.progress.train(record)

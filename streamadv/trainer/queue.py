@@ -288,7 +288,7 @@ class TrainerQueue(IterableDataset[Batch]):
     @property
     def epoch(self) -> int:
         """The fencing epoch of this job (no pass over the data): another rank may find the job by it."""
-        return self._loop.patiently(lambda: self._sessions.current().epoch)
+        return self._loop.patiently(lambda: self._sessions.current().progress.epoch)
 
     # What the training loop says
 

@@ -202,7 +202,7 @@ class Sessions:
             if session.published_version <= batch.version:
                 session.publish_version(session.batches[batch.version].record, self._commits)
             if self._commits:
-                session.commit(session.version)
+                session.commit(self.progress.version)
         self.in_hand = None
         return session
 
@@ -210,7 +210,7 @@ class Sessions:
         """As `TrainerQueue.open`, once."""
         session = self.at_hand()
         if weights is not None:
-            self.progress.publish_weights(session.version, weights)
+            self.progress.publish_weights(self.progress.version, weights)
             if isinstance(session, Leader):
                 session.publish_weights()
 
@@ -218,7 +218,7 @@ class Sessions:
         """As `TrainerQueue.finish`, once."""
         session = self.at_hand()
         if isinstance(session, Leader) and self._commits:
-            session.commit(session.version)
+            session.commit(self.progress.version)
         self.progress.finished = True
         if isinstance(session, Leader):
             session.finish()
@@ -233,9 +233,9 @@ class Sessions:
         named = session.batches.get(batch.version)
         if named is None or named.record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        if batch.version > session.version:
+        if batch.version > self.progress.version:
             raise SettingError(
-                f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
+                f"batch {batch.version} is marked as trained before batch {self.progress.version}: mark in order"
             )
         session.note_trained(named.record, batch.kl, batch.num_trajectories)
         named.figures = {name: batch.metrics[name] for name in KL_ESTIMATES if name in batch.metrics}
@@ -250,7 +250,7 @@ class Sessions:
         if isinstance(session, Leader):
             session.publish_version(record, commits)
             if commits:
-                session.commit(session.version)
+                session.commit(self.progress.version)
         self.news.set()
 
     def save_prompts(self) -> None:
@@ -262,9 +262,9 @@ class Sessions:
     def commit(self, state: Mapping[str, Any]) -> None:
         """As `TrainerQueue.commit`, once."""
         session = self.at_hand()
-        if state["version"] > session.version:
+        if state["version"] > self.progress.version:
             raise SettingError(
-                f"state has version {state['version']}, this queue is at {session.version}: load it first"
+                f"state has version {state['version']}, this queue is at {self.progress.version}: load it first"
             )
         if isinstance(session, Leader):
             session.commit(state["version"])
