@@ -144,10 +144,13 @@ class Collector:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = self.session.dead_letter(record, deaths)
             layout = self._lay_out(record, dead)
-            foreign = _first_misfit(items, results, layout)
-            if foreign is None:
+            counts = {count.group_id: count for count in counts_of(layout)}
+            # Only foreign processes publish what is not of its work item.
+            for item, result in zip(items, results, strict=True):
+                if (problem := misfit(result, item, counts)) is not None:
+                    break
+            else:
                 return ComputedBatch(record, layout, BatchResults(results, layout), left_out)
-            result, problem = foreign
             fields = self._log_fields("results_unusable", record)
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
             self._results[record.id].remove(result)
@@ -203,15 +206,3 @@ class Collector:
         if any(item.number not in first for item in items):
             return None
         return [first[item.number] for item in items]
-
-
-def _first_misfit(
-    items: Sequence[WorkItem], results: Sequence[Result], layout: Layout
-) -> tuple[Result, str] | None:
-    """A result that is not of its work item, and why; None if all fit. Only foreign processes publish such."""
-    counts = {count.group_id: count for count in counts_of(layout)}
-    for item, result in zip(items, results, strict=True):
-        problem = misfit(result, item, counts)
-        if problem is not None:
-            return result, problem
-    return None

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, Literal
 
 from .. import clock, doors
-from ..batch.follower import Follower, JobKey, join
+from ..batch.follower import Follower, join
 from ..batch.hold import NotHeldError, check_job, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
@@ -166,7 +166,13 @@ class Sessions:
             session = take_over(run, self.naming, self.progress)
             self._warns_of_history = self._warns_of_history or begins
         else:
-            session = join(run, self.naming, self.progress, self._job_key())
+            job = self._job if self._epoch is not None else self._find_job()
+            if job is None and self._epoch is None:
+                raise SettingError(
+                    f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
+                    "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
+                )
+            session = join(run, self.naming, self.progress, job, self._epoch)
         self._session, self._is_stale = session, False
         self._heartbeat.start(session)
         return session
@@ -175,16 +181,6 @@ class Sessions:
         if self._job is not None or self.rank.world_size == 1:
             return self._job
         return find_job(self.number)
-
-    def _job_key(self) -> JobKey:
-        """By what this rank above 0 finds its job. Raises SettingError when it has neither an id nor an epoch."""
-        job = self._job if self._epoch is not None else self._find_job()
-        if job is None and self._epoch is None:
-            raise SettingError(
-                f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
-                "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
-            )
-        return JobKey(job, self._epoch)
 
     # What the training loop reports
 
