@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
 
 from redis.exceptions import ResponseError
@@ -67,9 +67,9 @@ class Loop:
     ) -> Batch | None:
         """As `TrainerQueue.next_batch`. take_back: gets what undoes the delivery, for a call that does not return."""
         started = clock.now()
-        patience = _Patience(self._sessions.run_name, timeout, self.pause)
+        patience = _Patience(self._sessions, timeout, self.pause)
         while True:
-            try:
+            with patience.attempt():
                 with self.lock:
                     batch, collector = self._advance(patience, max_groups)
                     if batch is not None and collector is not None:
@@ -79,31 +79,14 @@ class Loop:
                 if collector is None:
                     return None
                 self._wait_for_news(collector, patience, max_groups)
-            except NotHeldError as error:
-                if patience.batch.expired:
-                    who = f"run {self._sessions.run_name}, rank {self._sessions.rank.number}"
-                    raise NoBatchError(f"no batch within {timeout:g} s ({who}): {error}") from None
-                patience.wait_for_hold(error)
-            except RETRYABLE as error:
-                patience.outage.pause_after(error)
-            else:
-                patience.held()
 
     def patiently(self, call: Callable[[], T]) -> T:
         """`call()`, repeated until the server answers and rank 0 has the run."""
-        patience = _Patience(self._sessions.run_name, None, self.pause)
+        patience = _Patience(self._sessions, None, self.pause)
         try:
             while True:
-                try:
-                    with self.lock:
-                        result = call()
-                except NotHeldError as error:
-                    patience.wait_for_hold(error)
-                except RETRYABLE as error:
-                    patience.outage.pause_after(error)
-                else:
-                    patience.held()
-                    return result
+                with patience.attempt(), self.lock:
+                    return call()
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
 
@@ -301,9 +284,10 @@ class _Patience:
     The call gives up `timeout` seconds after the last progress: a new group, or a batch that was named.
     """
 
-    def __init__(self, run: str, timeout: float | None, pause: Callable[[float], object]) -> None:
-        self.timeout = timeout
-        self.outage = Outage(STAGE, run, sleep=pause)
+    def __init__(self, sessions: Sessions, timeout: float | None, pause: Callable[[float], object]) -> None:
+        run, self.timeout = sessions.run_name, timeout
+        self._who = f"run {run}, rank {sessions.rank.number}"
+        self._outage = Outage(STAGE, run, sleep=pause)
         self.batch = Wait(Blocked(STAGE, "waiting for a batch", run), timeout=timeout)
         self._hold = Wait(Blocked(STAGE, "waiting for rank 0", run), cap=HOLD_CAP_S, sleep=pause)
         self._counts: list[int] = []
@@ -320,15 +304,21 @@ class _Patience:
             self.batch.progress()
         self._counts = counts
 
-    def wait_for_hold(self, error: NotHeldError) -> None:
-        """Pause until rank 0 may have taken the run, and say after a while why it has not."""
-        self._hold.because(Reason("other_rank", str(error)))
-        self._hold.pause()
-
-    def held(self) -> None:
-        """The server answers and rank 0 has the run."""
-        self.outage.over()
-        self._hold.over()
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """After a block that the server, or rank 0, keeps from its end: pause, and say after a while why. Repeat it."""
+        try:
+            yield
+        except NotHeldError as error:
+            if self.batch.expired:
+                raise NoBatchError(f"no batch within {self.timeout:g} s ({self._who}): {error}") from None
+            self._hold.because(Reason("other_rank", str(error)))
+            self._hold.pause()
+        except RETRYABLE as error:
+            self._outage.pause_after(error)
+        else:
+            self._outage.over()
+            self._hold.over()
 
 
 def wait_for_news(

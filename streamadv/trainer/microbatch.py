@@ -377,10 +377,14 @@ def cut(
     row_numbers = np.arange(len(owner)) - members.first_row[owner]
     micro_batches = []
     for rows, spans in zip(share.rows, token_spans(share), strict=True):
-        numbers = rows.tolist()
+        numbers, cut_columns = rows.tolist(), {}
+        for name, values in columns.items():
+            parts = [values[start:stop] for start, stop in spans]
+            # A view if one span holds all the tokens.
+            cut_columns[name] = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
         micro_batches.append(
             MicroBatch(
-                {name: _tokens(values, spans) for name, values in columns.items()},
+                cut_columns,
                 [tokens[row] for row in numbers],
                 References(share.own, owner[rows]),
                 {name: [arrays[row] for row in numbers] for name, arrays in extras.items()},
@@ -393,19 +397,11 @@ def cut(
 
 def token_spans(share: Share) -> list[list[tuple[int, int]]]:
     """For each micro-batch, the token spans of its rows in the packed share; rows side by side make one span."""
-    bounds = offsets(share.own.members.rows["tokens"])
-    return [_spans(rows, bounds) for rows in share.rows]
-
-
-def _spans(rows: Positions, bounds: Positions) -> list[tuple[int, int]]:
-    if not len(rows):
-        return []
-    stops = np.flatnonzero(np.diff(rows, append=-1) != 1)  # the last row of each span
-    starts = np.concatenate([[0], stops[:-1] + 1])
-    return list(zip(bounds[rows[starts]].tolist(), bounds[rows[stops] + 1].tolist(), strict=True))
-
-
-def _tokens(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """[N of the spans, ...]: the values of these tokens; a view if one span holds them all."""
-    parts = [values[start:stop] for start, stop in spans]
-    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
+    bounds, found = offsets(share.own.members.rows["tokens"]), []
+    for rows in share.rows:
+        first, last = (
+            rows[np.diff(rows, prepend=-2) != 1],
+            rows[np.diff(rows, append=-2) != 1],
+        )  # of each span
+        found.append(list(zip(bounds[first].tolist(), bounds[last + 1].tolist(), strict=True)))
+    return found

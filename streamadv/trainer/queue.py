@@ -22,9 +22,7 @@ from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
 from ..batch.record import BatchRecord, NamingSettings, read_records
-from ..errors import (
-    SettingError,
-)
+from ..errors import SettingError
 from ..messages import brief, log_fields
 from ..run.manifest import RunSettings, given_settings
 from ..settings import run_name
@@ -341,7 +339,13 @@ class TrainerQueue(IterableDataset[Batch]):
         if not self._saves.acquire(blocking=False):
             raise SettingError("a checkpoint is being saved: leave its block before the next one")
         try:
-            with saving(Path(folder), keep, state, self._together, self._look, self.commit) as path:
+
+            def look() -> (
+                None
+            ):  # raises if another trainer has the run, or this rank's last batch is named again
+                self._loop.patiently(self._sessions.at_hand)
+
+            with saving(Path(folder), keep, state, self._together, look, self.commit) as path:
                 yield path
         finally:
             self._saves.release()
@@ -442,10 +446,6 @@ class TrainerQueue(IterableDataset[Batch]):
         self._sessions.close()
         if self._owns_connection:
             self._connection.close()
-
-    def _look(self) -> None:
-        """Raise where this rank may not go on: another trainer has the run, or its last batch is named again."""
-        self._loop.patiently(self._sessions.at_hand)
 
 
 def _warn_of_early_drops(run: str, max_staleness: int | None, drop_after: int | None) -> None:
