@@ -149,19 +149,13 @@ def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> 
     keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
     output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
     if output.startswith(keys.output("").encode()) and is_size(size):
-        kept = _kept_in(fields.get(b"header", b""))
+        header, kept = fields.get(b"header", b""), list[str]()
+        if b'"kept"' in header:
+            with suppress(ValueError, AttributeError):
+                kept = [str(group_id) for group_id in json.loads(header).get("kept", ())]
         return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size), kept)
     # No output, or no results: the rank that reads it removes it.
     return StoredResult(shard.index, batch, entry, keys.void, 0)
-
-
-def _kept_in(header: bytes) -> list[str]:
-    """The groups of a result that commit may keep, as its header tells."""
-    with suppress(ValueError, AttributeError):
-        return (
-            [str(group_id) for group_id in json.loads(header).get("kept", ())] if b'"kept"' in header else []
-        )
-    return []
 
 
 def is_size(text: bytes) -> bool:

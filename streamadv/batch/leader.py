@@ -155,7 +155,7 @@ class Leader(Session):
                 break
             batch = self.batches[k]
             if not batch.is_applied:
-                apply(self.run, batch.record, self.fence)
+                apply(self.run, batch.record, self.progress.fence)
                 batch.is_applied = is_new = True
         return is_new
 
@@ -191,7 +191,7 @@ class Leader(Session):
             running=running_with(self._chain, running, groups),
             running_before=running,
         )
-        if not name_batch(self.run, record, self.fence):
+        if not name_batch(self.run, record, self.progress.fence):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
         self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
@@ -227,7 +227,7 @@ class Leader(Session):
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         for start in range(0, len(unfit), CARRIED):
             part = unfit[start : start + CARRIED]
-            drop(self.run, part, self.fence, k, rules.drop_after, self.progress.uncommitted)
+            drop(self.run, part, self.progress.fence, k, rules.drop_after, self.progress.uncommitted)
             self.prompts.note_ended(len(part))
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
@@ -296,7 +296,14 @@ class Leader(Session):
         commits = commits and version > progress.committed
         for shard in self.run.shards:
             own = sum(pointer.shard == shard.index for pointer in trained)
-            args = [self.fence, version, own, coefficients, progress.weights, version if commits else ""]
+            args = [
+                self.progress.fence,
+                version,
+                own,
+                coefficients,
+                progress.weights,
+                version if commits else "",
+            ]
             is_home = shard.index == home.index
             shard.call("trained", args, version=shard.keys.session if is_home else shard.keys.trainer)
             if is_home and commits:
@@ -305,14 +312,14 @@ class Leader(Session):
     def commit(self, version: int) -> None:
         """Commit every batch below `version`: first in the run's session, then in every shard."""
         if version > self.progress.committed:
-            self.run.home.call("commit_session", [self.fence, version])
+            self.run.home.call("commit_session", [self.progress.fence, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
         for k in committed:
             batch, since = self.batches[k], tracing.now()
             results = batch.results or ()
             stored = (batch.commit_arguments, results, batch.figures)
-            commit(self.run, batch.record, self.fence, *stored, self.prompts.note_ended)
+            commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
@@ -349,9 +356,9 @@ class Leader(Session):
     def finish(self) -> None:
         """Tell the producers that the trainer ends the run."""
         for shard in self.run.shards:
-            shard.call("finish_run", [self.fence])
+            shard.call("finish_run", [self.progress.fence])
 
     def publish_end(self, ends: int) -> None:
         """Let the other ranks end before the next batch as well, so many times in all."""
         servers = server_text(self._server_ids)
-        self.run.home.call("end_run", [self.fence, self.progress.delivered, ends, servers])
+        self.run.home.call("end_run", [self.progress.fence, self.progress.delivered, ends, servers])

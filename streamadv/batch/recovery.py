@@ -125,7 +125,19 @@ def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchR
     remembered = {k: b.on_other_servers() for k, b in progress.batches.items() if k >= progress.committed}
     batches = {k: NamedBatch(record) for k, record in recorded.items()} | remembered
     batches = {k: batches[k] for k in sorted(batches)}
-    lost = _without_groups(run, progress, batches)
+    lost, next_k = [], progress.delivered
+    for k, batch in list(batches.items()):
+        if k < progress.delivered:
+            continue
+        # There is no batch k without a batch k - 1, and there may be no groups left to name that one again.
+        if k > next_k or missing(run, batch.record):
+            fields = log_fields("batch_named_again", run=run.name, role="trainer", batch=k)
+            logger.warning(
+                "batch %d is named again: groups of it are no longer on the server", k, extra=fields
+            )
+            lost.append(batches.pop(k).record)
+        else:
+            next_k += 1
     for k, batch in batches.items():
         if k not in recorded:  # the server lost its naming, but another rank may have the batch
             name_batch(run, batch.record, progress.fence)
@@ -138,27 +150,6 @@ def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchR
             apply(run, batch.record, progress.fence)
         if batch.dead:
             dead_letter_groups(run, batch.record, batch.dead, progress.fence)
-
-
-def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]) -> list[BatchRecord]:
-    """Take out of `batches` those not delivered yet that miss groups, and all after such a one.
-
-    There is no batch k without a batch k - 1, and there may be no groups left to name that one again.
-    """
-    lost = []
-    next_k = progress.delivered
-    for k, batch in list(batches.items()):
-        if k < progress.delivered:
-            continue
-        if k > next_k or missing(run, batch.record):
-            fields = log_fields("batch_named_again", run=run.name, role="trainer", batch=k)
-            logger.warning(
-                "batch %d is named again: groups of it are no longer on the server", k, extra=fields
-            )
-            lost.append(batches.pop(k).record)
-        else:
-            next_k += 1
-    return lost
 
 
 def missing(run: Run, record: BatchRecord) -> list[Pointer]:

@@ -39,10 +39,6 @@ class Session:
         progress.kl = self._kl.to_json()
 
     @property
-    def fence(self) -> str:
-        return self.progress.fence
-
-    @property
     def batches(self) -> dict[int, NamedBatch]:
         """Named batches that are not committed, by k: see `Progress`."""
         return self.progress.batches
@@ -75,7 +71,7 @@ class Session:
         dead, left_out = read_exclusions(self.run, record.id, record.groups)
         if self.leads:
             unwritten = {group_id: deaths[group_id] for group_id in deaths.keys() - dead}
-            dead_letter_groups(self.run, record, unwritten, self.fence)
+            dead_letter_groups(self.run, record, unwritten, self.progress.fence)
         deaths_so_far = self.progress.batch(record).dead
         written_by_others = dead - deaths_so_far.keys()
         deaths_so_far.update(dict.fromkeys(written_by_others, Death("undecodable", "")) | dict(deaths))

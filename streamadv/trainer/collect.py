@@ -74,7 +74,7 @@ class Collector:
         fetched = self.ahead.result() if self.ahead else None
         since = tracing.now()
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, fetched, session.fence)
+            batch = deliver(session.run, computed, self._rank, self._late, fetched, session.progress.fence)
         except UndecodableGroupError as error:
             unreadable = {group_id for group_id, _ in error.problems}
             pointers = [pointer for pointer in record.groups if pointer.group_id in unreadable]
@@ -112,7 +112,7 @@ class Collector:
             return False
         logger.error("%s: %s", STAGE, error, extra=self._log_fields("group_unreadable", record))
         if self._rank.world_size > 1:
-            return leave_out(session.run, record, error.problems, session.fence)
+            return leave_out(session.run, record, error.problems, session.progress.fence)
         deaths: dict[str, Death] = {}
         for (group_id, _), text in error.problems.items():
             deaths.setdefault(group_id, Death("undecodable", text))
@@ -193,7 +193,7 @@ class Collector:
                 raise WireError(f"batch {brief(result.batch)} is none of this run")
             elif session.has_same_servers():  # else the next session decides: the batch may have been lost
                 # Published while the batch was committed or undone, after that had looked for results to delete.
-                recovery.undo_in_shard(session.run, shard, result.batch, session.fence)
+                recovery.undo_in_shard(session.run, shard, result.batch, session.progress.fence)
         except WireError as error:
             if session.leads and session.has_same_servers():
                 reject(shard, shard.keys.results, entry_id.decode(), str(error))

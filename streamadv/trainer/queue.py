@@ -165,7 +165,13 @@ class TrainerQueue(IterableDataset[Batch]):
             quotas=quotas,
         )
         run = run_name(run)
-        _warn_of_early_drops(run, max_staleness, naming.drop_after)
+        if max_staleness is not None and naming.drop_after is not None and naming.drop_after < max_staleness:
+            logger.warning(
+                "drop_after is %d, max_staleness %d: producers are admitted %d versions ahead, and what is older than "
+                "%d is dropped; lower max_staleness or raise drop_after",
+                *(naming.drop_after, max_staleness, max_staleness, naming.drop_after),
+                extra=log_fields("drops_early", run=run, role=STAGE),
+            )
         self._connection = Connection.of(connection)
         self._owns_connection = isinstance(connection, str)
         self._run_name = run
@@ -446,16 +452,3 @@ class TrainerQueue(IterableDataset[Batch]):
         self._sessions.close()
         if self._owns_connection:
             self._connection.close()
-
-
-def _warn_of_early_drops(run: str, max_staleness: int | None, drop_after: int | None) -> None:
-    if max_staleness is not None and drop_after is not None and drop_after < max_staleness:
-        logger.warning(
-            "drop_after is %d, max_staleness %d: producers are admitted %d versions ahead, and what is older than %d "
-            "is dropped; lower max_staleness or raise drop_after",
-            drop_after,
-            max_staleness,
-            max_staleness,
-            drop_after,
-            extra=log_fields("drops_early", run=run, role=STAGE),
-        )
