@@ -19,7 +19,7 @@ from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
-from .carryover import running_with
+from .carryover import coefficient_of, running_with
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
@@ -187,7 +187,7 @@ class Leader(Session):
             late=list(settings.late),
             tokens_per_micro_batch=settings.tokens_per_micro_batch,
             keep_groups=settings.keep_groups,
-            kl_coefficient=self._kl.of_batch(k),
+            kl_coefficient=coefficient_of(self._chain, settings.prefetch, self.progress.kl or {}, k),
             running=running_with(self._chain, running, groups),
             running_before=running,
         )

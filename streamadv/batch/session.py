@@ -13,7 +13,7 @@ from .. import tracing
 from ..algorithms.chain.config import ChainConfig
 from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
-from .carryover import KLCoefficients
+from .carryover import coefficients_after
 from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
 from .progress import NamedBatch, Progress
 from .record import BatchRecord, Death, NamingSettings
@@ -35,8 +35,7 @@ class Session:
         self._settings = settings
         self._server_ids = server_ids
         self._chain = ChainConfig.model_validate(settings.chain)
-        self._kl = KLCoefficients(self._chain, settings.prefetch, progress.kl)
-        progress.kl = self._kl.to_json()
+        progress.kl = progress.kl or {}
 
     @property
     def batches(self) -> dict[int, NamedBatch]:
@@ -80,9 +79,11 @@ class Session:
     def note_trained(self, record: BatchRecord, kl: float | None = None, trajectories: int = 0) -> None:
         """The batch is in the weights, so many trajectories with this mean KL, whatever the server knows."""
         if record.k >= self.progress.version:
-            self._kl.trained(record.k, kl, trajectories)
-            self.progress.kl = self._kl.to_json()
-            self.progress.train(record)
+            progress, prefetch = self.progress, self._settings.prefetch
+            progress.kl = coefficients_after(
+                self._chain, prefetch, progress.kl or {}, record.k, kl, trajectories
+            )
+            progress.train(record)
             batch = self.progress.batch(record)
             if self.leads:
                 batch.record_spans(tracing.TRAIN, self.run.name, batch.delivered_ns or tracing.now())
