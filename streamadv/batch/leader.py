@@ -279,18 +279,15 @@ class Leader(Session):
         commits: that all up to it are in a saved checkpoint as well; `commit` does the rest.
         """
         batch = self.batches.get(record.k) or NamedBatch(record)
-        self._publish(record.k + 1, batch.living, commits)
+        self.publish(record.k + 1, batch.living, commits)
         for group in batch.groups.values():
             arguments = commit_arguments(group, record.tokens_per_micro_batch)
             batch.commit_arguments[group.group_id] = arguments
         batch.groups.clear()
         self.published_version = record.k + 1
 
-    def publish_weights(self) -> None:
-        """Tell producers where the weights of the present version lie, as the progress has it."""
-        self._publish(self.progress.version, (), False)
-
-    def _publish(self, version: int, trained: Sequence[Pointer], commits: bool) -> None:
+    def publish(self, version: int, trained: Sequence[Pointer] = (), commits: bool = False) -> None:
+        """Tell all shards the version, and where the newest weights lie. trained: groups that made the version."""
         home, progress = self.run.home, self.progress
         coefficients = json.dumps(progress.kl) if progress.kl else ""
         commits = commits and version > progress.committed

@@ -31,7 +31,6 @@ from .microbatch import Batch, Delivered, References, RowExtras, cut, values_at
 from .plan import Rank, Share, share_of
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
-_ALL: Tensor | slice = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +223,8 @@ def run_late_chain(
     batch: the share with all columns that these steps need. Returns what the steps made or changed, advantages and
     returns as far as they made them, [N] each in the order of the share, and metrics.
     """
-    chain, own = cut_chain(record.chain, record.late)[1], _ALL
+    chain = cut_chain(record.chain, record.late)[1]
+    own: Tensor | slice = slice(None)
     if chain.scope != "row" and len(share.own) < len(share.batch):
         batch, own = _with_untrained(batch, share, results)
     result = run_chain(chain, batch, record.kl_coefficient)

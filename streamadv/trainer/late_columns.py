@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import numpy as np
 import torch
 from redis.exceptions import OutOfMemoryError
 from torch import Tensor
@@ -101,9 +100,9 @@ def keep_late(
     if not members or not made:
         return
     bounds = offsets(own.members.table["tokens"]).tolist()
-    arrays = {name: values.cpu().numpy() for name, values in made.items()}
     arrays = {
-        name: values.view(np.uint8) if values.dtype == np.bool_ else values for name, values in arrays.items()
+        name: (values.view(torch.uint8) if values.dtype == torch.bool else values).cpu().numpy()
+        for name, values in made.items()
     }
     calls: dict[tuple[int, str], list[str | bytes]] = {}  # by shard and output
     for member in members:

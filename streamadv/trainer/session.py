@@ -208,7 +208,7 @@ class Sessions:
         if weights is not None:
             self.progress.publish_weights(self.progress.version, weights)
             if isinstance(session, Leader):
-                session.publish_weights()
+                session.publish(self.progress.version)
 
     def finish(self) -> None:
         """As `TrainerQueue.finish`, once."""
