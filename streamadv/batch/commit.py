@@ -111,15 +111,8 @@ def commit(
             elif pointer.group_id.startswith(PREFIX):  # the run may not know yet that it is trained on
                 groups.append(f"{pointer.entry} 0 0 0 0 0 ? {pointer.group_id} -")
         outputs, of_results = results_of(shard, record.id, results)
-        args = [
-            fence,
-            record.id,
-            record.k if is_home else "",
-            len(outputs),
-            kept_record,
-            *of_results,
-            *groups,
-        ]
+        k = record.k if is_home else ""
+        args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]
         shard.call("commit", args, unlinked=[*outputs, *payloads])
         ended(len(groups))
 

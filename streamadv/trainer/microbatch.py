@@ -399,9 +399,7 @@ def token_spans(share: Share) -> list[list[tuple[int, int]]]:
     """For each micro-batch, the token spans of its rows in the packed share; rows side by side make one span."""
     bounds, found = offsets(share.own.members.rows["tokens"]), []
     for rows in share.rows:
-        first, last = (
-            rows[np.diff(rows, prepend=-2) != 1],
-            rows[np.diff(rows, append=-2) != 1],
-        )  # of each span
+        first = rows[np.diff(rows, prepend=-2) != 1]  # of each span
+        last = rows[np.diff(rows, append=-2) != 1]
         found.append(list(zip(bounds[first].tolist(), bounds[last + 1].tolist(), strict=True)))
     return found
