@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.chain import ChainResult, run_chain
+from ..algorithms.chain import run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import empty_column, pack_members
 from ..batch.carryover import running_of
@@ -63,9 +63,20 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     if not groups:
         return ComputedItem(computed, published, json.dumps(header))
     batch = pack_members(layout, lay_out(layout, prepared.columns, chain.needs, device), device)
-    result = run_chain(chain, batch, item.kl_coefficient, running_of(item))
+    result = run_chain(chain, batch, item.kl_coefficient, running_of(item.running))
     selection = Selection(batch, layout, item.shard)
-    results, outputs = split_result(result, selection)
+    results = {
+        "rewards": selection.pick("trajectory", result.rewards).tobytes(),
+        "step_rewards": selection.pick("step", result.step_rewards).tobytes(),
+    }
+    tokens = dict(result.columns)
+    for name, values in (("advantages", result.advantages), ("returns", result.returns)):
+        if values is not None and result.level == "token":
+            tokens[name] = values
+        elif values is not None:
+            results[name] = selection.pick(result.level, values).tobytes()
+    picked = {name: selection.pick("token", values) for name, values in tokens.items()}
+    outputs = {name: array.data.cast("B") for name, array in picked.items() if array.size}
     kept = results_of_groups(published, prepared.share_kept, chain.level, results, outputs)
     header |= {"kept": list(kept)} if kept else {}
     header |= {"columns": sorted(outputs), "metrics": dict(result.metrics), "weights": dict(result.weights)}
@@ -148,21 +159,3 @@ def sample_tokens(batch: PackedBatch, values: Tensor, mask: Tensor | None = None
     trainable = batch.column("response_mask")[::step].bool()
     chosen = trainable if mask is None else trainable & mask[::step]
     return Sample(values[::step][chosen].cpu().numpy(), step)
-
-
-def split_result(result: ChainResult, selection: Selection) -> tuple[dict[str, bytes], dict[str, memoryview]]:
-    """What is published of a result: `ComputedItem.results` and `ComputedItem.outputs`."""
-    results = {
-        "rewards": selection.pick("trajectory", result.rewards).tobytes(),
-        "step_rewards": selection.pick("step", result.step_rewards).tobytes(),
-    }
-    tokens = dict(result.columns)
-    for name, values in (("advantages", result.advantages), ("returns", result.returns)):
-        if values is None:
-            continue
-        if result.level == "token":
-            tokens[name] = values
-        else:
-            results[name] = selection.pick(result.level, values).tobytes()
-    outputs = {name: selection.pick("token", values) for name, values in tokens.items()}
-    return results, {name: array.data.cast("B") for name, array in outputs.items() if array.size}

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -101,46 +100,26 @@ def isolate(
     deaths: dict[str, Death] = {}
     bugs: list[str] = []
     for group in groups:
-        with _counted_attempt(run, group) as attempts:
+        shard = run.shard(group.shard)
+        # How often it was tried alone, this time included. The count stays if the process dies in this.
+        attempts: int = shard.call("attempt", [group.group_id, "1"])
+        try:
             if attempts > MAX_ATTEMPTS:
-                death: Death | None = Death("compute_error", f"crashed the process {MAX_ATTEMPTS} times")
+                text = f"crashed the process {MAX_ATTEMPTS} times"
+                deaths[group.group_id] = Death("compute_error", text)
             else:
-                death = _try_alone(group, compute_alone, bugs)
-        if death is not None:
-            deaths[group.group_id] = death
+                compute_alone(group)
+        except SettingError:
+            raise
+        # Any: the group's data may provoke whatever the chain's libraries raise. It is not kept: its frames hold the
+        # group's tensors, in a cycle if one of them holds the exception.
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error.__cause__ if isinstance(error, EstimatorError) else error, CODE_ERRORS):
+                bugs.append(text)
+            deaths[group.group_id] = Death("compute_error", text[:500])
+        finally:
+            shard.call("attempt", [group.group_id, "0"])
     if bugs and len(deaths) == len(groups):
         raise ChainError(f"the chain fails by itself: {bugs[0]}")
     return deaths
-
-
-@contextmanager
-def _counted_attempt(run: Run, group: LoggedGroup) -> Iterator[int]:
-    """Yield how often a group was tried alone, this time included. The count stays if the process dies in the block."""
-    shard = run.shard(group.shard)
-    attempts: int = shard.call("attempt", [group.group_id, "1"])
-    try:
-        yield attempts
-    finally:
-        shard.call("attempt", [group.group_id, "0"])
-
-
-def _try_alone(
-    group: LoggedGroup, compute_alone: Callable[[LoggedGroup], object], bugs: list[str]
-) -> Death | None:
-    """Why the group cannot be computed, or None. Exceptions that point to a bug in the chain go to `bugs` too.
-
-    No exception is kept: its frames hold the group's tensors, in a cycle if one of them holds the exception.
-    """
-    try:
-        compute_alone(group)
-    except SettingError:
-        raise
-    except Exception as error:  # any: the group's data may provoke whatever the chain's libraries raise
-        if isinstance(error.__cause__ if isinstance(error, EstimatorError) else error, CODE_ERRORS):
-            bugs.append(_text(error))
-        return Death("compute_error", _text(error)[:500])
-    return None
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -21,7 +21,6 @@ from ..run.kept import share_kept
 from ..run.malformed import reject
 from ..run.packets import fetch_columns
 from ..trajectory.columns import Array
-from ..trajectory.packet import StoredPacket
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +94,9 @@ def prepare(run: Run, entry: Entry) -> PreparedItem:
             if problem is None and (missing := [name for name in needs if name not in fetched.columns]):
                 problem = f"column {missing[0]} is missing in the payload"
             if problem is not None:
-                dead.setdefault(group_id, Death("undecodable", f"{_name(fetched.packet)}: {problem}"))
+                first, *others = fetched.packet.members.table["index"].tolist()
+                name = f"rollouts {first} to {others[-1]}" if others else f"rollout {first}"
+                dead.setdefault(group_id, Death("undecodable", f"{name}: {problem}"))
     if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
         _living_groups(run, item, [pointer for pointer in item.groups if pointer.group_id in dead])
     return PreparedItem(entry, item, groups, columns, dead, since, share_kept(run.manifest, "trained"))
@@ -111,11 +112,6 @@ def _living_groups(run: Run, item: WorkItem, pointers: Sequence[Pointer]) -> lis
     except BatchLostError:
         dead = read_exclusions(run, item.batch, pointers).dead
         return read_groups(run, [pointer for pointer in pointers if pointer.group_id not in dead])
-
-
-def _name(packet: StoredPacket) -> str:
-    first, *others = packet.members.table["index"].tolist()
-    return f"rollouts {first} to {others[-1]}" if others else f"rollout {first}"
 
 
 def _work_item_of(run: Run, entry: Entry) -> WorkItem:

@@ -95,11 +95,6 @@ def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
         merge_metrics([(header.metrics, header.weights)] * 2)
     except (ArgumentError, ArithmeticError, KeyError) as error:
         raise WireError(f"header: its metrics cannot be merged: {one_line(str(error))}") from error
-    return Result(batch, header, output, _parse_numbers(header, fields))
-
-
-def _parse_numbers(header: ResultHeader, fields: Mapping[bytes, bytes]) -> dict[str, Array]:
-    """Result name -> one number per trajectory, row or step. Raises WireError."""
     counts = {
         "trajectory": sum(group.trajectories for group in header.groups),
         "row": sum(group.rows for group in header.groups),
@@ -119,7 +114,7 @@ def _parse_numbers(header: ResultHeader, fields: Mapping[bytes, bytes]) -> dict[
         numbers[name] = np.frombuffer(raw, dtype)
     if header.groups and not {"rewards", "step_rewards"} <= numbers.keys():
         raise WireError("rewards or step_rewards are missing")
-    return numbers
+    return Result(batch, header, output, numbers)
 
 
 def misfit(result: Result, item: WorkItem, counts: Mapping[str, GroupCounts]) -> str | None:

@@ -38,8 +38,13 @@ def publish(run: Run, computed: ComputedItem) -> bool:
     """Hand results off. False if another worker has finished the entry, or the batch is gone."""
     while (published := _publish(run, computed)) == LOST:
         pass
-    if published:
-        _record(run, computed.prepared)
+    if published:  # spans of the item, which have failed where a group is dead
+        prepared, item = computed.prepared, computed.prepared.item
+        groups = (group.group_id for group in prepared.groups if group.shard == item.shard)
+        failed = {group_id: f"dead: {death.reason}" for group_id, death in prepared.dead.items()}
+        tracing.record(
+            tracing.COMPUTE, run.name, groups, prepared.since, k=item.k, batch=item.batch, failed=failed
+        )
     return bool(published)
 
 
@@ -68,14 +73,6 @@ def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
     ]
 
 
-def _record(run: Run, prepared: PreparedItem) -> None:
-    """Spans of the item, which have failed where a group is dead."""
-    item, since = prepared.item, prepared.since
-    groups = (group.group_id for group in prepared.groups if group.shard == item.shard)
-    failed = {group_id: f"dead: {death.reason}" for group_id, death in prepared.dead.items()}
-    tracing.record(tracing.COMPUTE, run.name, groups, since, k=item.k, batch=item.batch, failed=failed)
-
-
 def observe(computed: ComputedItem) -> None:
     """Metrics of results that were handed off."""
     layout = computed.published
@@ -92,7 +89,6 @@ def observe(computed: ComputedItem) -> None:
 
 logger = logging.getLogger(__name__)
 
-STAGE: Final = ADVANTAGE
 LEASE_S: Final = 15.0
 #: Seconds for shutting down, from the end of the last computation: for entries in hand, and for the server to answer.
 SHUTDOWN_S: Final = 8.0
@@ -139,7 +135,9 @@ class Worker:
         self._run = run
         self._stop = stop
         self._device = choose_device(device)
-        self._consumer = Consumer(run, STAGE, lambda keys: keys.work, lease_s=lease_s, stop=stop, name=name)
+        self._consumer = Consumer(
+            run, ADVANTAGE, lambda keys: keys.work, lease_s=lease_s, stop=stop, name=name
+        )
         self._prepared: queue.Queue[PreparedItem] = doors.Queue(PREFETCH)
         self._computed: queue.Queue[ComputedItem | None] = doors.Queue(PREFETCH)  # None: no more will come
         self._failures: list[BaseException] = []  # of the reader and the publisher
@@ -164,13 +162,13 @@ class Worker:
         return thread
 
     def _waiting(self, what: str) -> Wait:
-        blocked = Blocked(STAGE, what, self._run.name, first_s=0.0)
+        blocked = Blocked(ADVANTAGE, what, self._run.name, first_s=0.0)
         return Wait(blocked, base=1.0, cap=10.0, sleep=self._stop.wait)
 
     # Read
 
     def _read(self) -> None:
-        outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
+        outage = Outage(ADVANTAGE, self._run.name, sleep=self._stop.wait)
         unknown = self._waiting(UNKNOWN_CHAIN)
         is_checked = False
         while not self._stop.is_set():
@@ -188,7 +186,7 @@ class Worker:
     def _read_entry(self, entry: Entry, outage: Outage, unknown: Wait) -> None:
         """Prepare one entry for the computation."""
         try:
-            with metrics.timed(STAGE, "read"):
+            with metrics.timed(ADVANTAGE, "read"):
                 prepared = prepare_or_discard(self._run, entry)
         except RETRYABLE as error:
             self._consumer.done([entry])  # still pending: read again with this consumer's pending entries
@@ -210,7 +208,7 @@ class Worker:
     # Compute
 
     def _compute(self) -> None:
-        outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
+        outage = Outage(ADVANTAGE, self._run.name, sleep=self._stop.wait)
         failing = self._waiting(FAILING_CHAIN)
         while not self._stop.is_set():
             try:
@@ -218,7 +216,7 @@ class Worker:
             except queue.Empty:
                 continue
             try:
-                with metrics.timed(STAGE, "compute"):
+                with metrics.timed(ADVANTAGE, "compute"):
                     computed = compute_safely(self._run, prepared, self._device, self._stop)
             except Stopped as error:  # still in hand: the shutdown gives it back
                 logger.warning("%s", error, extra=self._log_fields("computation_stopped"))
@@ -254,10 +252,10 @@ class Worker:
 
     def _publish(self) -> None:
         while (computed := self._computed.get()) is not None:
-            outage = Outage(STAGE, self._run.name, sleep=self._stop.wait)
+            outage = Outage(ADVANTAGE, self._run.name, sleep=self._stop.wait)
             while True:
                 try:
-                    with metrics.timed(STAGE, "publish"):
+                    with metrics.timed(ADVANTAGE, "publish"):
                         is_first = publish(self._run, computed)
                 except RETRYABLE as error:
                     pause_s = outage.delay_after(error)
@@ -267,7 +265,7 @@ class Worker:
                     continue
                 break
             outage.over()
-            metrics.entries(STAGE, "acked" if is_first else "duplicate")
+            metrics.entries(ADVANTAGE, "acked" if is_first else "duplicate")
             if is_first:
                 observe(computed)
             self._consumer.done([computed.prepared.entry])
@@ -282,7 +280,7 @@ class Worker:
         """
         self._stop.set()
         text = "%s: stopping with %s"
-        logger.info(text, STAGE, self._consumer.in_hand, extra=self._log_fields("stopping"))
+        logger.info(text, ADVANTAGE, self._consumer.in_hand, extra=self._log_fields("stopping"))
         deadline = clock.now() + SHUTDOWN_S
         # 1. The reader ends its last read: the server may have delivered entries that are not in hand yet.
         ended = self._join(reader, "the server's reply to its last read", deadline)
@@ -304,12 +302,12 @@ class Worker:
         thread.join(min(REPORT_AFTER_S, max(0.0, deadline - clock.now())))
         if thread.is_alive():
             text = "%s: is to end, and waits for %s; has %s"
-            logger.warning(text, STAGE, what, self._consumer.in_hand, extra=fields)
+            logger.warning(text, ADVANTAGE, what, self._consumer.in_hand, extra=fields)
             thread.join(max(0.0, deadline - clock.now()))
         if thread.is_alive():
             text = "%s: ends without %s: another worker takes over what it has: %s"
-            logger.warning(text, STAGE, what, self._consumer.in_hand, extra=fields)
+            logger.warning(text, ADVANTAGE, what, self._consumer.in_hand, extra=fields)
         return not thread.is_alive()
 
     def _log_fields(self, event: str) -> dict[str, object]:
-        return log_fields(event, run=self._run.name, role=STAGE)
+        return log_fields(event, run=self._run.name, role=ADVANTAGE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
 
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.rewards import raw_rewards
@@ -20,10 +19,7 @@ from ..algorithms.rewards import RunningMoments
 from ..errors import ArgumentError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout
-from .record import BatchRecord, Running, WorkItem
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .record import Running
 
 
 def running_with(
@@ -36,74 +32,62 @@ def running_with(
     if "running" not in (config.reward.mean, config.reward.std):
         return None
     batch = pack_members(Layout.of(sorted(groups, key=lambda group: group.group_id)))
-    moments = _moments(before)
+    moments = running_of(before)
     if not config.by_source:
-        old = RunningMoments() if isinstance(moments, dict) else moments
-        return asdict(_updated(old, _counted(config, batch)))
+        old = moments if isinstance(moments, RunningMoments) else RunningMoments()
+        return asdict(_updated(old, config, batch))
     by_source = moments if isinstance(moments, dict) else {}
     for source, part in split_by_source(batch):
-        old = by_source.get(source, RunningMoments())
-        by_source[source] = _updated(old, _counted(config, part.batch))
+        by_source[source] = _updated(by_source.get(source, RunningMoments()), config, part.batch)
     return {source: asdict(of_source) for source, of_source in by_source.items()}
 
 
-def _updated(moments: RunningMoments, rewards: Tensor) -> RunningMoments:
-    """The moments with `rewards` added, as they are where the sum is not finite: workers find the group at fault."""
+def _updated(moments: RunningMoments, config: ChainConfig, batch: PackedBatch) -> RunningMoments:
+    """The moments with a batch's rewards, as they are where the sum is not finite: workers find the group at fault."""
     try:
-        return moments.updated(rewards)
+        return moments.updated(raw_rewards(config.reward, batch)[~batch.baseline])
     except ArgumentError:
         return moments
 
 
-def _counted(config: ChainConfig, batch: PackedBatch) -> Tensor:
-    """[K] float64: the rewards that count in the moments."""
-    return raw_rewards(config.reward, batch)[~batch.baseline]
+def running_of(stored: Running | None) -> RunningMoments | dict[str, RunningMoments] | None:
+    """The moments in a record or a work item, as `run_chain` takes them."""
+    if stored is None:
+        return None
+    by_source = {
+        source: RunningMoments(**value) for source, value in stored.items() if isinstance(value, dict)
+    }
+    return by_source or RunningMoments(**stored)
 
 
-def running_of(stamped: BatchRecord | WorkItem) -> RunningMoments | dict[str, RunningMoments] | None:
-    """The moments stamped into a record or a work item, as `run_chain` takes them."""
-    return None if stamped.running is None else _moments(stamped.running)
+def coefficient_of(config: ChainConfig, prefetch: int, after: Mapping[str, float], k: int) -> float | None:
+    """The KL coefficient to stamp into the record of batch k; None = the chain's fixed one, or no KL.
 
-
-def _moments(stored: Running | None) -> RunningMoments | dict[str, RunningMoments]:
-    by_source = {source: value for source, value in (stored or {}).items() if isinstance(value, dict)}
-    if by_source:
-        return {source: RunningMoments(**value) for source, value in by_source.items()}
-    return RunningMoments(**(stored or {}))
-
-
-class KLCoefficients:
-    """The adaptive coefficient after each of the last batches; batch k uses the one after k - 1 - prefetch.
-
-    Batch k is named when batch k - 1 - prefetch is trained at the earliest. So its coefficient does not depend on how
-    far ahead batches are named.
+    after: batch number, as JSON has it, -> the adaptive coefficient after it, see `Progress.kl`. Batch k uses the one
+    after k - 1 - prefetch: it is named when that batch is trained at the earliest. So its coefficient does not depend
+    on how far ahead batches are named.
     """
+    if config.kl is None or config.kl.target is None:
+        return None
+    since = k - 1 - prefetch
+    if since >= 0 and after:  # a job with a smaller prefetch has kept fewer
+        return after[str(max(since, min(map(int, after))))]
+    return config.kl.coefficient
 
-    def __init__(self, config: ChainConfig, prefetch: int, after: Mapping[str, float] | None = None) -> None:
-        """after: batch number, as JSON has it, -> coefficient after it; of an older session, see `to_json`."""
-        self._config = config.kl
-        self._prefetch = prefetch
-        self._after = {int(k): value for k, value in (after or {}).items()}
 
-    def of_batch(self, k: int) -> float | None:
-        """The coefficient to stamp into the record of batch k; None = the chain's fixed one, or no KL."""
-        if self._config is None or self._config.target is None:
-            return None
-        since = k - 1 - self._prefetch
-        if since >= 0 and self._after:  # a job with a smaller prefetch has kept fewer
-            return self._after[max(since, min(self._after))]
-        return self._config.coefficient
-
-    def trained(self, k: int, kl: float | None, trajectories: int) -> None:
-        """Batch k was trained on and its mean KL was `kl`."""
-        config = self._config
-        if config is None or config.target is None:
-            return
-        coefficient = self._after.get(k - 1, config.coefficient)
-        if kl is not None:
-            coefficient = adapted_coefficient(coefficient, kl, config.target, config.horizon, trajectories)
-        self._after[k] = coefficient
-        self._after = {j: value for j, value in self._after.items() if k - 2 - self._prefetch <= j <= k}
-
-    def to_json(self) -> dict[str, Any]:
-        return {str(k): value for k, value in self._after.items()}
+def coefficients_after(
+    config: ChainConfig,
+    prefetch: int,
+    after: Mapping[str, float],
+    k: int,
+    kl: float | None,
+    trajectories: int,
+) -> Mapping[str, float]:
+    """The coefficients after the last batches, now that batch k was trained on and its mean KL was `kl`."""
+    if config.kl is None or config.kl.target is None:
+        return after
+    coefficient = after.get(str(k - 1), config.kl.coefficient)
+    if kl is not None:
+        coefficient = adapted_coefficient(coefficient, kl, config.kl.target, config.kl.horizon, trajectories)
+    known = {**after, str(k): coefficient}
+    return {j: value for j, value in known.items() if k - 2 - prefetch <= int(j) <= k}

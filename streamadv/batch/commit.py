@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
+from ..grouping.groups_log import LoggedGroup, find_groups
 from ..prompts.figures import figures_of
 from ..prompts.spec import PREFIX
 from ..run import Run
@@ -83,54 +83,38 @@ def commit(
     are kept with its groups. ended: called with the number of groups after each part of them.
     The session hash must say already that the batch is committed (`commit_session.lua`).
     """
-    results = results or read_results(run)
-    for shard in reversed(run.shards):  # the record goes last, from the home shard
-        pointers = record.in_shard(shard.index)
-        if pointers or shard.index == run.home.index:
-            kept = record.for_kept(figures)
-            _commit_in_shard(run, shard, record, pointers, fence, arguments or {}, results, kept, ended)
-
-
-def _commit_in_shard(
-    run: Run,
-    shard: Shard,
-    record: BatchRecord,
-    pointers: Sequence[Pointer],
-    fence: str,
-    arguments: Mapping[str, CommitArguments],
-    results: Sequence[StoredResult],
-    kept_record: str,
-    ended: Callable[[int], object],
-) -> None:
-    """Commit groups of one shard, in slices. Groups that the log no longer has were committed before, or are lost."""
-    unread = [pointer for pointer in pointers if pointer.group_id not in arguments]
-    known = dict(arguments)
-    for group in find_groups(run, unread):
+    results, known = results or read_results(run), dict(arguments or {})
+    # Groups that the log no longer has were committed before, or are lost.
+    for group in find_groups(run, [pointer for pointer in record.groups if pointer.group_id not in known]):
         if group is not None:
             known[group.group_id] = commit_arguments(group, record.tokens_per_micro_batch)
-    share = share_kept(run.manifest, "trained")
+    kept_record, share = record.for_kept(figures), share_kept(run.manifest, "trained")
     computed = {group_id: result.output for result in results for group_id in result.kept}
-    groups: list[str] = []
-    payloads: list[str] = []
-    for pointer in pointers:
-        if len(payloads) >= COMMIT_SLICE:
-            shard.call("commit", [fence, record.id, "", "", kept_record, *groups], unlinked=payloads)
-            ended(len(groups))
-            groups, payloads = [], []
-        if pointer.group_id in known:
-            kept, output = "-", computed.get(pointer.group_id)
-            if is_kept(pointer.group_id, share):
-                kept = "0" if output is None else "2" if record.late else "1"
-            groups.append(f"{known[pointer.group_id].group} {kept}{known[pointer.group_id].prompt}")
-            payloads += known[pointer.group_id].payloads
-            payloads += [output] if output is not None and kept in "12" else []
-        elif pointer.group_id.startswith(PREFIX):  # the run may not know yet that it is trained on
-            groups.append(f"{pointer.entry} 0 0 0 0 0 ? {pointer.group_id} -")
-    outputs, of_results = results_of(shard, record.id, results)
-    k = record.k if shard.index == run.home.index else ""
-    args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]
-    shard.call("commit", args, unlinked=[*outputs, *payloads])
-    ended(len(groups))
+    for shard in reversed(run.shards):  # the record goes last, from the home shard
+        is_home, pointers = shard.index == run.home.index, record.in_shard(shard.index)
+        if not (pointers or is_home):
+            continue
+        groups: list[str] = []
+        payloads: list[str] = []
+        for pointer in pointers:
+            if len(payloads) >= COMMIT_SLICE:
+                shard.call("commit", [fence, record.id, "", "", kept_record, *groups], unlinked=payloads)
+                ended(len(groups))
+                groups, payloads = [], []
+            if pointer.group_id in known:
+                kept, output = "-", computed.get(pointer.group_id)
+                if is_kept(pointer.group_id, share):
+                    kept = "0" if output is None else "2" if record.late else "1"
+                groups.append(f"{known[pointer.group_id].group} {kept}{known[pointer.group_id].prompt}")
+                payloads += known[pointer.group_id].payloads
+                payloads += [output] if output is not None and kept in "12" else []
+            elif pointer.group_id.startswith(PREFIX):  # the run may not know yet that it is trained on
+                groups.append(f"{pointer.entry} 0 0 0 0 0 ? {pointer.group_id} -")
+        outputs, of_results = results_of(shard, record.id, results)
+        k = record.k if is_home else ""
+        args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]
+        shard.call("commit", args, unlinked=[*outputs, *payloads])
+        ended(len(groups))
 
 
 class StoredResult(NamedTuple):
@@ -158,19 +142,13 @@ def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> 
     keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
     output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
     if output.startswith(keys.output("").encode()) and is_size(size):
-        kept = _kept_in(fields.get(b"header", b""))
+        header, kept = fields.get(b"header", b""), list[str]()
+        if b'"kept"' in header:
+            with suppress(ValueError, AttributeError):
+                kept = [str(group_id) for group_id in json.loads(header).get("kept", ())]
         return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size), kept)
     # No output, or no results: the rank that reads it removes it.
     return StoredResult(shard.index, batch, entry, keys.void, 0)
-
-
-def _kept_in(header: bytes) -> list[str]:
-    """The groups of a result that commit may keep, as its header tells."""
-    with suppress(ValueError, AttributeError):
-        return (
-            [str(group_id) for group_id in json.loads(header).get("kept", ())] if b'"kept"' in header else []
-        )
-    return []
 
 
 def is_size(text: bytes) -> bool:

@@ -141,8 +141,7 @@ class DroppedGroups:
         self._groups: Counter[str] = Counter()
         self._trajectories: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
-        self._unlogged: Counter[str] = Counter()
-        self._first: dict[str, LoggedGroup] = {}  # of those that are yet to be logged, by reason
+        self._unlogged: dict[str, tuple[LoggedGroup, int]] = {}  # by reason: the first one, and how many
         self._batch = 0
         self._logged_at = -LOG_INTERVAL_S
 
@@ -155,8 +154,8 @@ class DroppedGroups:
         self._trajectories[name] += len(group.members)
         self._tokens[name] += int(group.members.table["trainable"].sum())
         self._batch = k
-        self._unlogged[reason] += 1
-        self._first.setdefault(reason, group)
+        first, count = self._unlogged.get(reason, (group, 0))
+        self._unlogged[reason] = first, count + 1
         fields = log_fields(
             "group_dropped", run=self._run, role="trainer", batch=k, group=group.group_id, reason=reason
         )
@@ -182,8 +181,7 @@ class DroppedGroups:
         if not self._unlogged or not (now or clock.now() - self._logged_at >= LOG_INTERVAL_S):
             return
         self._logged_at = clock.now()
-        for reason, count in self._unlogged.items():
-            first = self._first[reason]
+        for reason, (first, count) in self._unlogged.items():
             fields = log_fields(
                 "groups_dropped",
                 run=self._run,
@@ -197,7 +195,6 @@ class DroppedGroups:
             why = f"{reason} ({first.problem})" if first.problem else reason + MEANING.get(reason, "")
             logger.warning("batch %d: %s not trained on: %s", self._batch, which, why, extra=fields)
         self._unlogged.clear()
-        self._first.clear()
 
 
 def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int | None) -> None:

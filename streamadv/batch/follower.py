@@ -8,39 +8,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BatchLostError, SettingError
 from ..run import Run
 from ..run.run import fenced
 from ..store.reasons import Reason
-from .hold import Hold, NotHeldError, as_hold, ask_hold, founding_epoch, read_hold
+from .hold import Hold, NotHeldError, as_hold, founding_epoch, read_hold
 from .progress import Progress
 from .record import BatchRecord, NamingSettings, find_record
 from .session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class JobKey:
-    """By what a rank above 0 finds the session of its job: `job`, or else `epoch`."""
-
-    job: str | None
-    epoch: int | None  # one that rank 0 has had
-
-    def __str__(self) -> str:
-        return f"job {self.job}" if self.job is not None else f"the job that took epoch {self.epoch}"
-
-
-def join(run: Run, settings: NamingSettings, progress: Progress, job_key: JobKey) -> Follower:
-    """Join the job's session.
+def join(
+    run: Run, settings: NamingSettings, progress: Progress, job: str | None, epoch: int | None
+) -> Follower:
+    """Join the session of the job with this id, or else of the one whose rank 0 has had this epoch.
 
     Raises NotHeldError while rank 0 has not taken the run (again), EpochFencedError, and SettingError for another world
     size than rank 0's.
     """
     server_ids = run.server_ids()
     hold = read_hold(run)
-    _check_session(run, progress, hold, job_key)
+    _check_session(run, progress, hold, job, epoch)
     _join_branch(run, progress, hold)
     progress.job, progress.session, progress.epoch = hold.job, hold.session, hold.epoch
     progress.batches = {k: batch.on_other_servers() for k, batch in progress.batches.items()}
@@ -51,8 +41,9 @@ def join(run: Run, settings: NamingSettings, progress: Progress, job_key: JobKey
     return Follower(run, settings, progress, server_ids, hold)
 
 
-def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) -> None:
+def _check_session(run: Run, progress: Progress, hold: Hold, job: str | None, epoch: int | None) -> None:
     """Return if this is (still) the job's session."""
+    sought = f"job {job}" if job is not None else f"the job that took epoch {epoch}"
     session = progress.session  # the one this rank is in, '' = none yet
     if session and hold.session == session:
         if hold.epoch < progress.epoch:
@@ -62,13 +53,13 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
     elif session and (hold.job != progress.job or progress.has_delivered):
         raise fenced(run.name)
     elif not hold.session:
-        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {job_key}")
-    elif job_key.epoch is not None and founding_epoch(hold.session) > job_key.epoch:
+        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {sought}")
+    elif epoch is not None and founding_epoch(hold.session) > epoch:
         raise fenced(run.name)
-    elif job_key.epoch is not None and hold.epoch < job_key.epoch:
-        raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {job_key}")
-    elif job_key.job is not None and hold.job != job_key.job:
-        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {job_key}")
+    elif epoch is not None and hold.epoch < epoch:
+        raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {sought}")
+    elif job is not None and hold.job != job:
+        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {sought}")
     if hold.world_size != progress.world_size:  # each rank takes its part of a plan for its world size
         raise SettingError(
             f"world_size is {progress.world_size}, rank 0 of job {hold.job} has {hold.world_size}: give every rank the "
@@ -81,8 +72,15 @@ def _check_session(run: Run, progress: Progress, hold: Hold, job_key: JobKey) ->
 def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
     """Go on in the branch that rank 0 is in, or begin with it."""
     if progress.session == hold.session and progress.branch == hold.branch:
-        if progress.has_delivered:
-            _check_delivered(run, progress)
+        # Data loss can make rank 0 take back, and name again, a batch that this rank has delivered.
+        stored: Any = run.connection.scripts.hget(run.keys.home.session, "taken_back")
+        taken_back = (stored or b"").decode(errors="replace").split()
+        for k, batch in progress.batches.items():
+            if k < progress.delivered and batch.record.id in taken_back:
+                raise BatchLostError(
+                    f"the server has lost groups of batch {k}, and rank 0 names it again with others: restart the "
+                    "trainer from its checkpoint"
+                )
         return
     # load_state_dict was called here, and no branch of rank 0 has been matched with it yet
     pending = progress.loaded and progress.branch == 0
@@ -103,18 +101,6 @@ def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
         progress.claimed = hold.branch
 
 
-def _check_delivered(run: Run, progress: Progress) -> None:
-    """Check that rank 0 has taken back no batch that this rank has delivered: data loss can make it name it again."""
-    stored: Any = run.connection.scripts.hget(run.keys.home.session, "taken_back")
-    taken_back = (stored or b"").decode(errors="replace").split()
-    for k, batch in progress.batches.items():
-        if k < progress.delivered and batch.record.id in taken_back:
-            raise BatchLostError(
-                f"the server has lost groups of batch {k}, and rank 0 names it again with others: restart the trainer "
-                "from its checkpoint"
-            )
-
-
 class Follower(Session):
     """Made by `join`."""
 
@@ -132,7 +118,7 @@ class Follower(Session):
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and rank 0 has the run as it was joined."""
-        replies = self._ask(lambda pipe: ask_hold(pipe, self.run))
+        replies = self._ask(lambda pipe: pipe.hmget(self.run.keys.home.session, list(Hold._fields)))
         if replies is None:
             return False
         hold = as_hold(replies[0])
@@ -163,12 +149,10 @@ class Follower(Session):
             return Reason("other_rank", f"rank 0 has not named batch {k}")
         return Reason("computing", f"results of batch {k}")
 
-    def has_all(self, k: int) -> bool:
-        """As `has_ended`: rank 0 names batches."""
-        return self.has_ended(k)
-
     def has_ended(self, k: int) -> bool:
         """Whether rank 0 has ended before batch k, and this rank has not."""
         stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.session, ["end", "ends"])
         end, ends = stored
         return end is not None and int(end) == k and int(ends) > self.progress.ends
+
+    has_all = has_ended  # rank 0 names batches

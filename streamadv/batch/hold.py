@@ -48,38 +48,28 @@ def find_job(number: int) -> str | None:
 
     number: of the queue, see `count_queue`; one start of a job may read a run through several, one after another.
     """
-    job = _from_torchrun() or _from_slurm() or _from_process_group()
-    return job and f"{re.sub('[^!-~]', '_', job)[:180]}/{number}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    # Every job without --rdzv-id has the id "none", on the same port as the job before.
+    if run_id and run_id != "none":
+        # A change of membership restarts workers with the same restart count, and on the same port while rank 0 stays.
+        parts = ["torchrun", run_id]
+        names = ["TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]
+    elif os.environ.get("SLURM_JOB_ID"):
+        parts = ["slurm"]
+        names = ["SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT"]
+    elif torch.distributed.is_available() and torch.distributed.is_initialized():
+        # What the first rank has put into the key-value store. No collective, so any backend will do.
+        store = torch.distributed.distributed_c10d._get_default_store()
+        parts, names = ["group", store.compare_set(STORE_KEY, "", random_job()).decode()], []
+    else:
+        return None
+    job = "-".join([*parts, *(os.environ.get(name, "0") for name in names)])
+    return f"{re.sub('[^!-~]', '_', job)[:180]}/{number}"
 
 
 def random_job() -> str:
     """An id for a job of one rank."""
     return doors.random_bytes(8).hex()
-
-
-def _from_torchrun() -> str | None:
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    # Every job without --rdzv-id has the id "none", on the same port as the job before.
-    if not run_id or run_id == "none":
-        return None
-    # A change of membership restarts workers with the same restart count, and on the same port while rank 0 stays.
-    names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-    return "-".join(["torchrun", run_id, *(os.environ.get(name, "0") for name in names)])
-
-
-def _from_slurm() -> str | None:
-    if not os.environ.get("SLURM_JOB_ID"):
-        return None
-    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
-    return "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
-
-
-def _from_process_group() -> str | None:
-    """What the first rank has put into the process group's key-value store. No collective, so any backend will do."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    store = torch.distributed.distributed_c10d._get_default_store()
-    return "group-" + store.compare_set(STORE_KEY, "", random_job()).decode()
 
 
 _SESSION: Final = re.compile(r"([0-9]+)-[0-9a-f]+")
@@ -111,14 +101,8 @@ def founding_epoch(session: str) -> int:
 
 def read_hold(run: Run) -> Hold:
     """What rank 0 has written."""
-    pipe = run.connection.scripts.pipeline(transaction=False)
-    ask_hold(pipe, run)
-    return as_hold(pipe.execute()[0])
-
-
-def ask_hold(pipe: Any, run: Run) -> None:
-    """Add to a pipeline the read whose reply `as_hold` takes."""
-    pipe.hmget(run.keys.home.session, list(Hold._fields))
+    values: Any = run.connection.scripts.hmget(run.keys.home.session, list(Hold._fields))
+    return as_hold(values)
 
 
 def as_hold(values: Sequence[bytes | None]) -> Hold:

@@ -19,7 +19,7 @@ from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
-from .carryover import running_with
+from .carryover import coefficient_of, running_with
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
@@ -44,18 +44,13 @@ class Candidates:
         #: writes has older groups again, see "Going back in time" in docs/reference/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
         self._groups: dict[int, list[LoggedGroup]] = {shard: [] for shard in self.cursors}  # in log order
-        self._read_whole: set[int] = set()  # shards whose log was read to its end once
+        self.unread = set(self.cursors)  # shards whose log was never read to its end
 
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
 
     def __iter__(self) -> Iterator[LoggedGroup]:
         return heapq.merge(*self._groups.values(), key=attrgetter("position"))
-
-    @property
-    def has_read_all(self) -> bool:
-        """Whether it has come to the end of every log, at least once."""
-        return len(self._read_whole) == len(self.cursors)
 
     def read_on(self, limit: int) -> bool:
         """Read until there are `limit` candidates of each shard, or its log ends. Returns whether there may be more."""
@@ -69,7 +64,7 @@ class Candidates:
                 groups += parsed  # with the cursor at once: an interrupt before it loses nothing
                 self.cursors[shard] = cursor
                 if len(page) < missing:
-                    self._read_whole.add(shard)
+                    self.unread.discard(shard)
                     break
             else:
                 has_more = True
@@ -98,11 +93,6 @@ QUOTA_BATCHES: Final = 4
 JUDGE_S: Final = 0.2
 #: More than the groups logs hold.
 ALL_GROUPS: Final = 10**6
-
-
-def _as_failure(reason: str) -> str:
-    """Why a group was not named, as its span says it."""
-    return reason.replace("dead:", "dead: ") if reason.startswith("dead:") else f"dropped: {reason}"
 
 
 def server_text(server_ids: Sequence[str | None]) -> str:
@@ -146,10 +136,10 @@ class Leader(Session):
         asked, run = clock.now(), self.run
         keys = [run.keys.home.session, *(keys.trainer for keys in run.keys.shards)]
         replies = self._ask(lambda pipe: [pipe.hmget(key, ["epoch", "session"]) for key in keys])
-        own = [str(self.epoch).encode(), self.progress.session.encode()]
+        own = [str(self.progress.epoch).encode(), self.progress.session.encode()]
         if replies is None or any(reply != own for reply in replies):
             return False
-        self.progress.servers_confirmed(asked, self._candidates.has_read_all)
+        self.progress.servers_confirmed(asked, caught_up=not self._candidates.unread)
         return True
 
     # Naming
@@ -160,12 +150,12 @@ class Leader(Session):
         ended: no more groups can come, so fewer make a batch. max_groups: of a batch (default batch_groups).
         """
         is_new = False
-        for k in range(self.version, self._last_nameable + 1):
+        for k in range(self.progress.version, self._last_nameable + 1):
             if k not in self.batches and not self._name(k, ended, max_groups):
                 break
             batch = self.batches[k]
             if not batch.is_applied:
-                apply(self.run, batch.record, self.fence)
+                apply(self.run, batch.record, self.progress.fence)
                 batch.is_applied = is_new = True
         return is_new
 
@@ -188,8 +178,20 @@ class Leader(Session):
         self.dropped.log(now=len(groups) >= needed)
         if len(groups) < needed:
             return False
-        record = self._make_record(k, groups)
-        if not name_batch(self.run, record, self.fence):
+        running = self.progress.running_named
+        record = make_record(
+            k,
+            self.progress.epoch,
+            groups,
+            chain=dict(settings.chain),
+            late=list(settings.late),
+            tokens_per_micro_batch=settings.tokens_per_micro_batch,
+            keep_groups=settings.keep_groups,
+            kl_coefficient=coefficient_of(self._chain, settings.prefetch, self.progress.kl or {}, k),
+            running=running_with(self._chain, running, groups),
+            running_before=running,
+        )
+        if not name_batch(self.run, record, self.progress.fence):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
         self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
@@ -209,7 +211,7 @@ class Leader(Session):
             named={
                 identity(pointer.group_id)
                 for k, batch in self.batches.items()
-                if k >= self.version
+                if k >= self.progress.version
                 for pointer in batch.living
             },
             rolled_back_above=None if self._settings.keep_rolled_back else self.progress.restored,
@@ -225,30 +227,18 @@ class Leader(Session):
         unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         for start in range(0, len(unfit), CARRIED):
             part = unfit[start : start + CARRIED]
-            drop(self.run, part, self.fence, k, rules.drop_after, self.progress.uncommitted)
+            drop(self.run, part, self.progress.fence, k, rules.drop_after, self.progress.uncommitted)
             self.prompts.note_ended(len(part))
         for group, reason in unfit:
             metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
-        failed = {group.group_id: _as_failure(reason) for group, reason in unfit}
+        failed = {
+            group.group_id: reason.replace(":", ": ") if reason.startswith("dead:") else f"dropped: {reason}"
+            for group, reason in unfit
+        }
         tracing.record(tracing.NAME, self.run.name, failed, since, k=k, failed=failed)
         self._candidates.remove([group for group, _ in unfit])
         return fit, True
-
-    def _make_record(self, k: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
-        settings, running = self._settings, self.progress.running_named
-        return make_record(
-            k,
-            self.epoch,
-            groups,
-            chain=dict(settings.chain),
-            late=list(settings.late),
-            tokens_per_micro_batch=settings.tokens_per_micro_batch,
-            keep_groups=settings.keep_groups,
-            kl_coefficient=self._kl.of_batch(k),
-            running=running_with(self._chain, running, groups),
-            running_before=running,
-        )
 
     @property
     def waits_for_groups(self) -> bool:
@@ -258,7 +248,7 @@ class Leader(Session):
     @property
     def _last_nameable(self) -> int:
         """The last batch that may be named at this version."""
-        return self.version + self._settings.prefetch
+        return self.progress.version + self._settings.prefetch
 
     def waits_for_marks(self, k: int) -> Reason | None:
         """Why batch k cannot be named before the training loop marks earlier ones as trained; None if it can."""
@@ -266,7 +256,7 @@ class Leader(Session):
             return None
         return Reason(
             "unmarked",
-            f"batches {self.version} to {k - 1} are delivered and not marked as trained, prefetch is "
+            f"batches {self.progress.version} to {k - 1} are delivered and not marked as trained, prefetch is "
             f"{self._settings.prefetch}",
         )
 
@@ -289,24 +279,28 @@ class Leader(Session):
         commits: that all up to it are in a saved checkpoint as well; `commit` does the rest.
         """
         batch = self.batches.get(record.k) or NamedBatch(record)
-        self._publish(record.k + 1, batch.living, commits)
+        self.publish(record.k + 1, batch.living, commits)
         for group in batch.groups.values():
             arguments = commit_arguments(group, record.tokens_per_micro_batch)
             batch.commit_arguments[group.group_id] = arguments
         batch.groups.clear()
         self.published_version = record.k + 1
 
-    def publish_weights(self) -> None:
-        """Tell producers where the weights of the present version lie, as the progress has it."""
-        self._publish(self.version, (), False)
-
-    def _publish(self, version: int, trained: Sequence[Pointer], commits: bool) -> None:
+    def publish(self, version: int, trained: Sequence[Pointer] = (), commits: bool = False) -> None:
+        """Tell all shards the version, and where the newest weights lie. trained: groups that made the version."""
         home, progress = self.run.home, self.progress
         coefficients = json.dumps(progress.kl) if progress.kl else ""
         commits = commits and version > progress.committed
         for shard in self.run.shards:
             own = sum(pointer.shard == shard.index for pointer in trained)
-            args = [self.fence, version, own, coefficients, progress.weights, version if commits else ""]
+            args = [
+                self.progress.fence,
+                version,
+                own,
+                coefficients,
+                progress.weights,
+                version if commits else "",
+            ]
             is_home = shard.index == home.index
             shard.call("trained", args, version=shard.keys.session if is_home else shard.keys.trainer)
             if is_home and commits:
@@ -315,14 +309,14 @@ class Leader(Session):
     def commit(self, version: int) -> None:
         """Commit every batch below `version`: first in the run's session, then in every shard."""
         if version > self.progress.committed:
-            self.run.home.call("commit_session", [self.fence, version])
+            self.run.home.call("commit_session", [self.progress.fence, version])
             self.progress.commit(version)
         committed = [k for k in sorted(self.batches) if k < self.progress.committed]
         for k in committed:
             batch, since = self.batches[k], tracing.now()
             results = batch.results or ()
             stored = (batch.commit_arguments, results, batch.figures)
-            commit(self.run, batch.record, self.fence, *stored, self.prompts.note_ended)
+            commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]
@@ -347,22 +341,21 @@ class Leader(Session):
         # Servers that were replaced since the session began may have lost that a producer is alive.
         if clock.now() < self._may_end_from or not self.has_same_servers():
             return False
-        return not (self.prompts.have_begun and self._prompts_are_left())
-
-    def _prompts_are_left(self) -> bool:
-        """Whether prompts are to be played again, and by somebody. Called once no group is open."""
+        if not self.prompts.have_begun:
+            return True
+        # No group is open: are prompts to be played again, and by somebody?
         self._candidates.read_on(ALL_GROUPS)
         named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
         waiting = [group.group_id for group in self._candidates]
         known = set(map(identity, [*named, *waiting, *self.progress.groups]))
-        return self.prompts.are_left(known, self.progress, self._attendance)
+        return not self.prompts.are_left(known, self.progress, self._attendance)
 
     def finish(self) -> None:
         """Tell the producers that the trainer ends the run."""
         for shard in self.run.shards:
-            shard.call("finish_run", [self.fence])
+            shard.call("finish_run", [self.progress.fence])
 
     def publish_end(self, ends: int) -> None:
         """Let the other ranks end before the next batch as well, so many times in all."""
         servers = server_text(self._server_ids)
-        self.run.home.call("end_run", [self.fence, self.progress.delivered, ends, servers])
+        self.run.home.call("end_run", [self.progress.fence, self.progress.delivered, ends, servers])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -110,7 +110,8 @@ class Progress:
         self.finished = False  # whether the trainer has ended the run
         # Ids of the groups in the weights; instead of a prompt's group the prompt (`spec.identity`).
         self.tries: dict[str, str] = {}  # of those the group
-        self._uncommitted: dict[str, int] = {}  # group -> its batch, in the order of the batches
+        #: In no saved checkpoint: group -> its batch, in the order of the batches.
+        self.uncommitted: dict[str, int] = {}
         self._committed: dict[str, float] = {}  # group -> when, in that order
         self._returning: dict[str, float] = {}  # those of another server's time, or of a checkpoint
         self._named_elsewhere = 0  # batches below it were named on servers that were replaced
@@ -129,22 +130,17 @@ class Progress:
         known = identity(str(group_id))
         # Another try of a prompt may come much later than servers return what they lost.
         is_tried = known in self.tries
-        return is_tried or known in self._uncommitted or known in self._committed or known in self._returning
+        return is_tried or known in self.uncommitted or known in self._committed or known in self._returning
 
     def has_committed(self, known: str) -> bool:
         """Whether what is trained on once (`spec.identity`) is in a saved checkpoint, as far as this is remembered."""
-        return known not in self._uncommitted and (known in self._committed or known in self._returning)
+        return known not in self.uncommitted and (known in self._committed or known in self._returning)
 
     @property
     def groups(self) -> list[str]:
         """Groups in the weights that a server may have, or have again."""
-        known = {**self._returning, **self._committed, **self._uncommitted}
+        known = {**self._returning, **self._committed, **self.uncommitted}
         return [self.tries.get(each, each) for each in known]
-
-    @property
-    def uncommitted(self) -> Container[str]:
-        """What is trained on once (`spec.identity`), is in the weights, and in no saved checkpoint."""
-        return self._uncommitted
 
     @property
     def has_prompts(self) -> bool:
@@ -198,7 +194,7 @@ class Progress:
         self.began = self.version = self.committed = self.delivered = version
         self.ends = 0
         self.batches = {}
-        self._uncommitted, self._committed, self.tries = {}, {}, {}
+        self.uncommitted, self._committed, self.tries = {}, {}, {}
         self._named_elsewhere = 0
 
     # How it goes on
@@ -233,7 +229,7 @@ class Progress:
         if record.k < self.version:
             return
         for pointer in self.batch(record).living:
-            self._uncommitted[self._known_as(pointer.group_id)] = record.k
+            self.uncommitted[self._known_as(pointer.group_id)] = record.k
         self.running, self.knows_running = record.running, True
         self.version = record.k + 1  # last: an interrupt before it is repeated
 
@@ -241,14 +237,14 @@ class Progress:
         """The batches below `version` are in a saved checkpoint, and the run says so."""
         now = clock.now()
         self.committed = max(self.committed, version)
-        while self._uncommitted and next(iter(self._uncommitted.values())) < version:
-            group_id = next(iter(self._uncommitted))
+        while self.uncommitted and next(iter(self.uncommitted.values())) < version:
+            group_id = next(iter(self.uncommitted))
             groups = (
-                self._returning if self._uncommitted[group_id] < self._named_elsewhere else self._committed
+                self._returning if self.uncommitted[group_id] < self._named_elsewhere else self._committed
             )
             groups.pop(group_id, None)
             groups[group_id] = now
-            del self._uncommitted[group_id]
+            del self.uncommitted[group_id]
 
     def follow(self, committed: int) -> None:
         """Do on a rank above 0 what rank 0 has committed: such a rank keeps only what is uncommitted."""
@@ -274,7 +270,7 @@ class Progress:
         if caught_up:
             _forget_first(self._returning, asked - RETURN_WINDOW_S)
         if len(self.tries) > TRIES_KEPT:
-            known = {*self._uncommitted, *self._committed, *self._returning}
+            known = {*self.uncommitted, *self._committed, *self._returning}
             self.tries = {prompt: group for prompt, group in self.tries.items() if prompt in known}
 
     def servers_replaced(self) -> None:

@@ -74,9 +74,6 @@ class BatchRecord(BaseModel):
     running: Running | None = None  # moments of all rewards up to and with this batch
     running_before: Running | None = None  # those it was named with
 
-    def to_json(self) -> str:
-        return self.model_dump_json()
-
     def for_kept(self, metrics: Mapping[str, float]) -> str:
         """As JSON beside each of its groups that is kept: how many groups it has, and their ids if those are short.
 
@@ -101,7 +98,7 @@ def name_batch(run: Run, record: BatchRecord, fence: str) -> bool:
     fence: of the caller, whose epoch is above that of a record it writes again for a server that lost it.
     """
     running = "" if record.running is None else json.dumps(record.running)
-    args: list[Any] = [fence, record.k, record.to_json(), running]
+    args: list[Any] = [fence, record.k, record.model_dump_json(), running]
     return bool(run.home.call("name_batch", args))
 
 

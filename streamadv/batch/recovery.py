@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from ..grouping.groups_log import Pointer, find_groups
@@ -35,10 +35,17 @@ logger = logging.getLogger(__name__)
 def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     """Take the run for the job and make it say what the job knows. Fences older jobs; raises EpochFencedError."""
     server_ids = run.server_ids()
-    is_replaced = _is_replaced(run, server_ids, begins=progress.began is None)
+    known: Any = run.connection.scripts.hget(run.keys.home.session, "servers")
+    # Whether a server is another one than when the run last knew that all living producers had been heard.
+    is_replaced = progress.began is not None if known is None else known != server_text(server_ids).encode()
     run_committed, begins_branch = take(run, progress)
     if begins_branch and progress.loaded and progress.version < run_committed:
-        _say_what_is_deleted(run, progress.version, run_committed)
+        logger.warning(
+            "run %s has committed version %d, and the checkpoint loaded is of version %d: what batches %d to %d "
+            "trained on is deleted and does not come again. Load the newest checkpoint, or give another run=",
+            *(run.name, run_committed, progress.version, progress.version, run_committed - 1),
+            extra=log_fields("older_checkpoint", run=run.name, role="trainer"),
+        )
     recorded = read_records(run, leads=True)
     _restore_statistics(run, progress, recorded)
     _finish_commits(run, progress, recorded, run_committed)
@@ -72,37 +79,19 @@ def take_over(run: Run, settings: NamingSettings, progress: Progress) -> Leader:
     return Leader(run, settings, progress, server_ids, is_replaced)
 
 
-def _is_replaced(run: Run, server_ids: Sequence[str | None], *, begins: bool) -> bool:
-    """Whether a server is another one than when the run last knew that all living producers had been heard."""
-    known: Any = run.connection.scripts.hget(run.keys.home.session, "servers")
-    return not begins if known is None else bool(known != server_text(server_ids).encode())
-
-
-def _say_what_is_deleted(run: Run, version: int, committed: int) -> None:
-    """A checkpoint that is not the newest was loaded: what was committed since does not come again."""
-    text = (
-        "run %s has committed version %d, and the checkpoint loaded is of version %d: what batches %d to %d trained on "
-        "is deleted and does not come again. Load the newest checkpoint, or give another run="
-    )
-    fields = log_fields("older_checkpoint", run=run.name, role="trainer")
-    logger.warning(text, run.name, committed, version, version, committed - 1, extra=fields)
-
-
 def _restore_statistics(run: Run, progress: Progress, recorded: Mapping[int, BatchRecord]) -> None:
-    """Take from the run what the job does not know itself: KL coefficients, moments of the rewards."""
+    """Take from the run what the job does not know itself: KL coefficients, moments of the rewards.
+
+    Also what producers were told of weights, unless those are of a version that was taken back.
+    """
     stored: Any = run.connection.scripts.hmget(run.keys.home.session, ["kl", "running"])
     kl, running = (None if text is None else json.loads(text) for text in stored)
     if progress.kl is None:
         progress.kl = kl
-    _restore_announcements(run, progress)
     if not progress.knows_running:
         following = recorded.get(progress.version)
         progress.running = running if following is None else following.running_before
         progress.knows_running = True
-
-
-def _restore_announcements(run: Run, progress: Progress) -> None:
-    """Take over what producers were told of weights, unless those are of a version that was taken back."""
     told: Any = run.connection.scripts.hmget(run.keys.home.trainer, ["weights", "finished"])
     weights, finished = ((text or b"").decode(errors="replace") for text in told)
     if not progress.weights and weights_version(weights) <= progress.version:
@@ -136,7 +125,19 @@ def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchR
     remembered = {k: b.on_other_servers() for k, b in progress.batches.items() if k >= progress.committed}
     batches = {k: NamedBatch(record) for k, record in recorded.items()} | remembered
     batches = {k: batches[k] for k in sorted(batches)}
-    lost = _without_groups(run, progress, batches)
+    lost, next_k = [], progress.delivered
+    for k, batch in list(batches.items()):
+        if k < progress.delivered:
+            continue
+        # There is no batch k without a batch k - 1, and there may be no groups left to name that one again.
+        if k > next_k or missing(run, batch.record):
+            fields = log_fields("batch_named_again", run=run.name, role="trainer", batch=k)
+            logger.warning(
+                "batch %d is named again: groups of it are no longer on the server", k, extra=fields
+            )
+            lost.append(batches.pop(k).record)
+        else:
+            next_k += 1
     for k, batch in batches.items():
         if k not in recorded:  # the server lost its naming, but another rank may have the batch
             name_batch(run, batch.record, progress.fence)
@@ -149,27 +150,6 @@ def _restore_batches(run: Run, progress: Progress, recorded: Mapping[int, BatchR
             apply(run, batch.record, progress.fence)
         if batch.dead:
             dead_letter_groups(run, batch.record, batch.dead, progress.fence)
-
-
-def _without_groups(run: Run, progress: Progress, batches: dict[int, NamedBatch]) -> list[BatchRecord]:
-    """Take out of `batches` those not delivered yet that miss groups, and all after such a one.
-
-    There is no batch k without a batch k - 1, and there may be no groups left to name that one again.
-    """
-    lost = []
-    next_k = progress.delivered
-    for k, batch in list(batches.items()):
-        if k < progress.delivered:
-            continue
-        if k > next_k or missing(run, batch.record):
-            fields = log_fields("batch_named_again", run=run.name, role="trainer", batch=k)
-            logger.warning(
-                "batch %d is named again: groups of it are no longer on the server", k, extra=fields
-            )
-            lost.append(batches.pop(k).record)
-        else:
-            next_k += 1
-    return lost
 
 
 def missing(run: Run, record: BatchRecord) -> list[Pointer]:

@@ -13,7 +13,7 @@ from .. import tracing
 from ..algorithms.chain.config import ChainConfig
 from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
-from .carryover import KLCoefficients
+from .carryover import coefficients_after
 from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
 from .progress import NamedBatch, Progress
 from .record import BatchRecord, Death, NamingSettings
@@ -35,20 +35,7 @@ class Session:
         self._settings = settings
         self._server_ids = server_ids
         self._chain = ChainConfig.model_validate(settings.chain)
-        self._kl = KLCoefficients(self._chain, settings.prefetch, progress.kl)
-        progress.kl = self._kl.to_json()
-
-    @property
-    def version(self) -> int:
-        return self.progress.version
-
-    @property
-    def epoch(self) -> int:
-        return self.progress.epoch
-
-    @property
-    def fence(self) -> str:
-        return self.progress.fence
+        progress.kl = progress.kl or {}
 
     @property
     def batches(self) -> dict[int, NamedBatch]:
@@ -83,7 +70,7 @@ class Session:
         dead, left_out = read_exclusions(self.run, record.id, record.groups)
         if self.leads:
             unwritten = {group_id: deaths[group_id] for group_id in deaths.keys() - dead}
-            dead_letter_groups(self.run, record, unwritten, self.fence)
+            dead_letter_groups(self.run, record, unwritten, self.progress.fence)
         deaths_so_far = self.progress.batch(record).dead
         written_by_others = dead - deaths_so_far.keys()
         deaths_so_far.update(dict.fromkeys(written_by_others, Death("undecodable", "")) | dict(deaths))
@@ -91,10 +78,12 @@ class Session:
 
     def note_trained(self, record: BatchRecord, kl: float | None = None, trajectories: int = 0) -> None:
         """The batch is in the weights, so many trajectories with this mean KL, whatever the server knows."""
-        if record.k >= self.version:
-            self._kl.trained(record.k, kl, trajectories)
-            self.progress.kl = self._kl.to_json()
-            self.progress.train(record)
+        if record.k >= self.progress.version:
+            progress, prefetch = self.progress, self._settings.prefetch
+            progress.kl = coefficients_after(
+                self._chain, prefetch, progress.kl or {}, record.k, kl, trajectories
+            )
+            progress.train(record)
             batch = self.progress.batch(record)
             if self.leads:
                 batch.record_spans(tracing.TRAIN, self.run.name, batch.delivered_ns or tracing.now())

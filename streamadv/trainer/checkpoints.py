@@ -66,7 +66,10 @@ def read_state(checkpoint: Path, remedy: str = "in a folder that all ranks see")
 def newest(folder: Path) -> int | None:
     """The newest version of which a whole checkpoint is there. Rank 0 calls it, alone."""
     with _told(folder):
-        _put_back(folder)
+        for path, version, kind in _left(folder):
+            # What was to be replaced, by a checkpoint that never came, is the one of its version.
+            if kind == "replaced" and not (folder / str(version)).exists():
+                path.rename(folder / str(version))
         return max(_versions(folder), default=None)
 
 
@@ -165,13 +168,6 @@ def _left(folder: Path) -> Iterator[tuple[Path, int, str]]:
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if match := _LEFT.fullmatch(path.name):
             yield path, int(match[1]), match[2]
-
-
-def _put_back(folder: Path) -> None:
-    """A checkpoint that was to be replaced, by one that never came, is the one of its version."""
-    for path, version, kind in _left(folder):
-        if kind == "replaced" and not (folder / str(version)).exists():
-            path.rename(folder / str(version))
 
 
 def _begin(folder: Path, run: str, version: int) -> None:

@@ -74,7 +74,7 @@ class Collector:
         fetched = self.ahead.result() if self.ahead else None
         since = tracing.now()
         try:
-            batch = deliver(session.run, computed, self._rank, self._late, fetched, session.fence)
+            batch = deliver(session.run, computed, self._rank, self._late, fetched, session.progress.fence)
         except UndecodableGroupError as error:
             unreadable = {group_id for group_id, _ in error.problems}
             pointers = [pointer for pointer in record.groups if pointer.group_id in unreadable]
@@ -112,7 +112,7 @@ class Collector:
             return False
         logger.error("%s: %s", STAGE, error, extra=self._log_fields("group_unreadable", record))
         if self._rank.world_size > 1:
-            return leave_out(session.run, record, error.problems, session.fence)
+            return leave_out(session.run, record, error.problems, session.progress.fence)
         deaths: dict[str, Death] = {}
         for (group_id, _), text in error.problems.items():
             deaths.setdefault(group_id, Death("undecodable", text))
@@ -144,10 +144,13 @@ class Collector:
             deaths = {group_id: death for result in results for group_id, death in result.header.dead.items()}
             dead, left_out = self.session.dead_letter(record, deaths)
             layout = self._lay_out(record, dead)
-            foreign = _first_misfit(items, results, layout)
-            if foreign is None:
+            counts = {count.group_id: count for count in counts_of(layout)}
+            # Only foreign processes publish what is not of its work item.
+            for item, result in zip(items, results, strict=True):
+                if (problem := misfit(result, item, counts)) is not None:
+                    break
+            else:
                 return ComputedBatch(record, layout, BatchResults(results, layout), left_out)
-            result, problem = foreign
             fields = self._log_fields("results_unusable", record)
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
             self._results[record.id].remove(result)
@@ -190,7 +193,7 @@ class Collector:
                 raise WireError(f"batch {brief(result.batch)} is none of this run")
             elif session.has_same_servers():  # else the next session decides: the batch may have been lost
                 # Published while the batch was committed or undone, after that had looked for results to delete.
-                recovery.undo_in_shard(session.run, shard, result.batch, session.fence)
+                recovery.undo_in_shard(session.run, shard, result.batch, session.progress.fence)
         except WireError as error:
             if session.leads and session.has_same_servers():
                 reject(shard, shard.keys.results, entry_id.decode(), str(error))
@@ -203,15 +206,3 @@ class Collector:
         if any(item.number not in first for item in items):
             return None
         return [first[item.number] for item in items]
-
-
-def _first_misfit(
-    items: Sequence[WorkItem], results: Sequence[Result], layout: Layout
-) -> tuple[Result, str] | None:
-    """A result that is not of its work item, and why; None if all fit. Only foreign processes publish such."""
-    counts = {count.group_id: count for count in counts_of(layout)}
-    for item, result in zip(items, results, strict=True):
-        problem = misfit(result, item, counts)
-        if problem is not None:
-            return result, problem
-    return None

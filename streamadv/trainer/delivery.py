@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..advantage.compute import sample_tokens
 from ..advantage.results import BatchResults
-from ..algorithms.chain import Chain, cut_chain, run_chain
+from ..algorithms.chain import cut_chain, run_chain
 from ..algorithms.chain_metrics import MEAN_KL, merge_metrics
 from ..algorithms.packed import PackedBatch, expand
 from ..algorithms.packing import pack_members
@@ -27,11 +27,10 @@ from ..trajectory.payload import payloads_of
 from ..trajectory.schema import TOKEN_COLUMNS
 from .fetch import FetchedShare, Problems, fetch, fetch_outputs
 from .late_columns import LateColumn, keep_late, make_late_columns
-from .microbatch import Batch, Delivered, References, RowExtras, as_indices, cut
+from .microbatch import Batch, Delivered, References, RowExtras, cut, values_at
 from .plan import Rank, Share, share_of
 
 Metrics = tuple[Mapping[str, float], Mapping[str, float]]  # values, and the weights to merge them by
-_ALL: Tensor | slice = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +43,19 @@ class ComputedBatch:
     left_out: Collection[tuple[str, int]]  # (group_id, rollout_index) that some rank could not read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PackedShare:
     """One rank's share of a batch with everything that belongs to it, all in the order of the share."""
 
     share: Share
     fetched: FetchedShare
-    batch: PackedBatch  # rewards as shaped so far
-    columns: Mapping[str, Tensor]  # [N]: pushed ones, the workers' and late ones
-    indices: Mapping[str, Tensor]  # [N]: those of `columns` that torch indexes with, in dtypes that it takes
-    extras: Mapping[str, Tensor]  # pushed columns per token that no step of a chain reads, [N, ...]
+    batch: PackedBatch  # rewards as shaped by the workers
+    columns: dict[str, Tensor]  # [N]: pushed ones, the workers' and late ones
+    indices: dict[str, Tensor]  # [N]: those of `columns` that torch indexes with, in dtypes that it takes
+    extras: dict[str, Tensor]  # pushed columns per token that no step of a chain reads, [N, ...]
     row_extras: RowExtras
-    has: Mapping[str, Tensor]  # [rows], of the columns that a part of the batch lacks
-    results: Mapping[str, Tensor]  # advantages and returns [N], as far as they are computed
-    #: [N]: late columns, and what was made after them.
-    late: Mapping[str, Tensor] = field(default_factory=dict)
+    has: dict[str, Tensor]  # [rows], of the columns that a part of the batch lacks
+    results: dict[str, Tensor]  # advantages and returns [N], as far as they are computed
 
 
 def deliver(
@@ -84,9 +81,9 @@ def deliver(
     fetched = fetch(run, share, rank.device, ahead)
     outputs = fetch_outputs(run, computed.results, share, rank.device)
     packed = _pack(computed.results, fetched, outputs, rank.device)
-    packed, late_metrics = _run_late_part(computed, packed, late, rank.world_size)
+    made, late_metrics = _run_late_part(computed, packed, late, rank.world_size)
     if late:
-        keep_late(run, record.id, packed.share.own, computed.results, share.positions, packed.late, fence)
+        keep_late(run, record.id, share.own, computed.results, share.positions, made, fence)
     return _cut(computed, packed, late_metrics)
 
 
@@ -109,21 +106,27 @@ def _pack(
     extras = {
         name: column.to(device, non_blocking=True)
         for name, column in fetched.columns.items()
-        if name not in known
+        if name not in known and name not in outputs
     }
     batch = pack_share(share, results, known, outputs, device)
-    per_token: dict[str, Tensor] = {}
+    columns, per_token = dict(batch.columns), dict[str, Tensor]()
     if len(share.trained):
-        per_token, suspect = _results_per_token(batch, results, share)
+        suspect: dict[str, Tensor] = {}
+        for name in ("advantages", "returns"):
+            if name in results.names:
+                numbers = results.numbers(name, share.positions)
+                per_token[name] = expand(batch, results.level, torch.from_numpy(numbers).to(batch.device))
+                if not np.isfinite(numbers).all():
+                    suspect[name] = per_token[name]
+            elif name in results.columns:
+                per_token[name] = columns[name]
         _check_finite(batch, share, suspect, outputs)
-    indices = as_indices(batch.columns)
-    extras = {
-        name: column for name, column in extras.items() if name not in batch.columns
-    }  # a worker has made it
-    has = {name: rows for name, rows in fetched.has().items() if name not in batch.columns}
-    return PackedShare(
-        share, fetched, batch, batch.columns, indices, extras, fetched.row_extras(), has, per_token
-    )
+    has = {name: rows for name, rows in fetched.has().items() if name not in columns}
+    # torch refuses, or misreads, int32 and uint8. The values of the mask are 0 and 1: no copy.
+    indices = {"input_ids": columns["input_ids"].to(torch.int64, copy=True)} if "input_ids" in columns else {}
+    if "response_mask" in columns:
+        indices["response_mask"] = columns["response_mask"].view(torch.bool)
+    return PackedShare(share, fetched, batch, columns, indices, extras, fetched.row_extras(), has, per_token)
 
 
 def pack_share(
@@ -141,24 +144,6 @@ def pack_share(
     if "response_mask" in outputs and len(share.trained):  # the workers have narrowed it
         batch = replace(batch, given_mask=known["response_mask"].to(device))
     return batch
-
-
-def _results_per_token(
-    batch: PackedBatch, results: BatchResults, share: Share
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The workers' advantages and returns, [N] each; and those that may hold what is not finite."""
-    per_token: dict[str, Tensor] = {}
-    suspect: dict[str, Tensor] = {}
-    for name in ("advantages", "returns"):
-        if name in results.names:
-            numbers = results.numbers(name, share.positions)
-            values = torch.from_numpy(numbers).to(batch.device)
-            per_token[name] = expand(batch, results.level, values)
-            if not np.isfinite(numbers).all():
-                suspect[name] = per_token[name]
-        elif name in results.columns:
-            per_token[name] = batch.columns[name]
-    return per_token, suspect
 
 
 def _check_finite(
@@ -194,37 +179,40 @@ def _run_late_part(
     packed: PackedShare,
     late: Mapping[str, LateColumn],
     world_size: int,
-) -> tuple[PackedShare, Metrics | None]:
-    """Make the late columns and run the steps of the chain after them; the batch gets advantages and returns."""
-    record, metrics = computed.record, None
-    columns, indices, results = dict(packed.columns), dict(packed.indices), dict(packed.results)
-    extras = {name: column for name, column in packed.extras.items() if name not in late}
-    has = {name: rows for name, rows in packed.has.items() if name not in late}
-    kept: dict[str, Tensor] = {}
+) -> tuple[dict[str, Tensor], Metrics | None]:
+    """Make the late columns and run the steps of the chain after them; the share gets advantages and returns.
+
+    Returns late columns and what was made after them, [N] each, and the metrics of these steps.
+    """
+    record, columns, metrics = computed.record, packed.columns, None
+    made: dict[str, Tensor] = {}
     if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
         all_columns = {**columns, **packed.indices, **packed.extras}
         made = make_late_columns(late, packed.share, all_columns, packed.row_extras, packed.has)
-        columns |= made
-        chain = cut_chain(record.chain, record.late)[1]
-        if chain.steps:
-            _check_scope(chain, record, world_size)
-            columns |= {name: extras[name] for name in chain.needs if name in extras}
-            batch = packed.batch.with_columns(**columns)
-            changed, computed_late, metrics = run_late_chain(record, packed.share, computed.results, batch)
-            columns |= changed
-            # A step may have narrowed it after the workers have made results.
-            indices["response_mask"] = mask = columns["response_mask"].view(torch.bool)
-            results = {name: torch.where(mask, values, 0.0) for name, values in results.items()}
-            results |= computed_late
-            kept = changed | computed_late
-        kept = made | kept
-    if "advantages" in results:
-        results.setdefault("returns", results["advantages"])
-    columns |= results
-    done = replace(
-        packed, columns=columns, indices=indices, extras=extras, has=has, results=results, late=kept
-    )
-    return done, metrics
+    for name in late:
+        packed.extras.pop(name, None)
+        packed.has.pop(name, None)
+    columns |= made
+    chain = cut_chain(record.chain, record.late)[1]
+    if len(packed.share.trained) and chain.steps:
+        if world_size > 1 and chain.scope != "row":  # one rank cannot run these steps on its share alone
+            raise SettingError(
+                f"chain has {chain.scope}-scoped steps after late columns {', '.join(record.late)}: "
+                f"they need world_size 1, not {world_size}"
+            )
+        columns |= {name: packed.extras[name] for name in chain.needs if name in packed.extras}
+        batch = packed.batch.with_columns(**columns)
+        changed, computed_late, metrics = run_late_chain(record, packed.share, computed.results, batch)
+        columns |= changed
+        # A step may have narrowed it after the workers have made results.
+        packed.indices["response_mask"] = mask = columns["response_mask"].view(torch.bool)
+        packed.results = {name: torch.where(mask, values, 0.0) for name, values in packed.results.items()}
+        packed.results |= computed_late
+        made |= changed | computed_late
+    if "advantages" in packed.results:
+        packed.results.setdefault("returns", packed.results["advantages"])
+    columns |= packed.results
+    return made, metrics
 
 
 def run_late_chain(
@@ -235,7 +223,8 @@ def run_late_chain(
     batch: the share with all columns that these steps need. Returns what the steps made or changed, advantages and
     returns as far as they made them, [N] each in the order of the share, and metrics.
     """
-    chain, own = cut_chain(record.chain, record.late)[1], _ALL
+    chain = cut_chain(record.chain, record.late)[1]
+    own: Tensor | slice = slice(None)
     if chain.scope != "row" and len(share.own) < len(share.batch):
         batch, own = _with_untrained(batch, share, results)
     result = run_chain(chain, batch, record.kl_coefficient)
@@ -260,25 +249,12 @@ def _with_untrained(batch: PackedBatch, share: Share, results: BatchResults) -> 
     index = own.new_full((share.batch.num_tokens,), batch.num_tokens)
     index[own] = torch.arange(batch.num_tokens, device=batch.device)
 
-    def among_all(values: Tensor) -> Tensor:
-        # Gathered from the tokens and a 0 after the last one: torch cannot write unsigned integers by index.
-        return torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
-
     everybody = range(len(members))
     rewards = results.numbers("rewards", everybody), results.numbers("step_rewards", everybody)
     whole = pack_members(share.batch, None, batch.device, rewards)
-    columns = {name: among_all(values) for name, values in batch.columns.items()}
-    given_mask = None if batch.given_mask is None else among_all(batch.given_mask)
+    columns = {name: values_at(index, values) for name, values in batch.columns.items()}
+    given_mask = None if batch.given_mask is None else values_at(index, batch.given_mask)
     return replace(whole, columns=columns, given_mask=given_mask), own
-
-
-def _check_scope(chain: Chain, record: BatchRecord, world_size: int) -> None:
-    """Raise SettingError if one rank cannot run these steps on its share alone."""
-    if world_size > 1 and chain.scope != "row":
-        raise SettingError(
-            f"chain has {chain.scope}-scoped steps after late columns {', '.join(record.late)}: "
-            f"they need world_size 1, not {world_size}"
-        )
 
 
 # Cut

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from itertools import accumulate, pairwise
 from typing import Final
@@ -80,23 +80,24 @@ class FetchedShare:
         self.optional = frozenset(known.keys() - common)
         kinds = {name: kind for name, kind in known.items() if kind.per_token}
         self._row_extras = known.keys() - kinds.keys()
-        self._widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
-        self._check_sizes()
+        widths = {name: math.prod(kind.shape) * kind.dtype.itemsize for name, kind in kinds.items()}
+        problems: Problems = {}
+        for number in self.missing:
+            packet = share.own.packets[number]
+            if self._tokens[number] * sum(widths.get(name, 0) for name in packet.columns) > packet.size:
+                text = "columns are larger than the payload"
+                problems |= self._problems(np.flatnonzero(share.own.packet == number), text)
+        if problems:
+            raise UndecodableGroupError(problems)
         for name, kind in kinds.items():
             column = empty_column(share.own.num_tokens, kind.dtype, device, kind.shape)
             self.columns[name] = column.zero_() if name in self.optional else column
         #: Where the columns' bytes go, and bytes of a token.
         self._places = {
-            name: (column.numpy().reshape(-1).view(np.uint8).data, self._widths[name])
+            name: (column.numpy().reshape(-1).view(np.uint8).data, widths[name])
             for name, column in self.columns.items()
         }
         self._is_right = False  # all values were checked
-
-    def is_of(self, share: Share) -> bool:
-        """Whether `share` has the same trajectories, read from the same entries of the log."""
-        return self.share.own.groups == share.own.groups and np.array_equal(
-            self.share.positions, share.positions
-        )
 
     def read(self, run: Run, max_bytes: int | None = None, stop: threading.Event | None = None) -> Problems:
         """Read the packets that are missing. Returns what is wrong with those that cannot be read: they stay missing.
@@ -207,20 +208,6 @@ class FetchedShare:
                 arrays += rows if name in self.others[number] else [of_group] * len(rows)
         return extras
 
-    def _check_sizes(self) -> None:
-        own, problems = self.share.own, dict[tuple[str, int], str]()
-        for number in self.missing:
-            if self._bytes_of_columns(number) > own.packets[number].size:
-                text = "columns are larger than the payload"
-                problems |= self._problems(np.flatnonzero(own.packet == number), text)
-        if problems:
-            raise UndecodableGroupError(problems)
-
-    def _bytes_of_columns(self, number: int) -> int:
-        """Of a packet's columns per token."""
-        names = self.share.own.packets[number].columns
-        return self._tokens[number] * sum(self._widths.get(name, 0) for name in names)
-
     def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
         """reply: header and columns of a packet; None where the key is no hash. Raises WireError."""
         packet = self.share.own.packets[number]
@@ -234,7 +221,11 @@ class FetchedShare:
             else:
                 others[name] = raw
         parse_header(header, packet.members)
-        self.others[number] = _decode_others(run, packet, others) if others else {}
+        self.others[number] = {  # of all members of the packet, rows end to end
+            name: decode_column(packet, name, raw, run.manifest.columns) for name, raw in others.items()
+        }
+        for name in KNOWN_COLUMNS.keys() & others.keys():
+            check_column(packet, name, self.others[number][name])
         self.headers[number] = header
 
     def _place(self, number: int, name: str, raw: bytes | None) -> None:
@@ -254,7 +245,7 @@ class FetchedShare:
 
 def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
     """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
-    fetched = ahead if ahead is not None and ahead.is_of(share) else FetchedShare(run, share, device)
+    fetched = ahead if ahead is not None and ahead.share is share else FetchedShare(run, share, device)
     problems = fetched.read(run)
     problems |= fetched.check()
     if problems:
@@ -378,11 +369,3 @@ def rows_of(packet: StoredPacket, name: str, column: Array | None, position: int
     bounds = offsets(packet.members.entries[name]).tolist()
     first, last = packet.members.first_row[position : position + 2].tolist()
     return [column[start:stop] for start, stop in pairwise(bounds[first : last + 1])]
-
-
-def _decode_others(run: Run, packet: StoredPacket, others: Mapping[str, bytes | None]) -> dict[str, Array]:
-    """Columns of all members of a packet, rows end to end. Raises WireError."""
-    columns = {name: decode_column(packet, name, raw, run.manifest.columns) for name, raw in others.items()}
-    for name in KNOWN_COLUMNS.keys() & columns.keys():
-        check_column(packet, name, columns[name])
-    return columns

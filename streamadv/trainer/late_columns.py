@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import numpy as np
 import torch
 from redis.exceptions import OutOfMemoryError
 from torch import Tensor
@@ -101,9 +100,9 @@ def keep_late(
     if not members or not made:
         return
     bounds = offsets(own.members.table["tokens"]).tolist()
-    arrays = {name: values.cpu().numpy() for name, values in made.items()}
     arrays = {
-        name: values.view(np.uint8) if values.dtype == np.bool_ else values for name, values in arrays.items()
+        name: (values.view(torch.uint8) if values.dtype == torch.bool else values).cpu().numpy()
+        for name, values in made.items()
     }
     calls: dict[tuple[int, str], list[str | bytes]] = {}  # by shard and output
     for member in members:
@@ -125,37 +124,18 @@ def late_values(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Ten
     The supplier gets a copy, so nothing that it writes into the micro-batch stays. It may return anything for tokens
     that are not trained on: non-finite values of those become 0. Raises LateColumnError.
     """
-    values, by = _supplied(name, supplier, micro_batch), f"function {_name_of(supplier)}"
-    mask = micro_batch.response_mask.bool()
-    values = values.detach().to(mask.device, torch.float32)
-    finite = values.isfinite()
-    wrong = mask & ~finite
-    if bool(wrong.any()):
-        first = int(wrong.nonzero()[0])
-        row = int((micro_batch.cu_seqlens <= first).sum()) - 1
-        reference, token = micro_batch.references[row], first - int(micro_batch.cu_seqlens[row])
-        raise LateColumnError(
-            f"late column {name} is not finite in float32 on {int(wrong.sum())} trainable tokens, "
-            f"first {float(values[first])} in {reference.group_id}/{reference.rollout_index}, "
-            f"token {token} of row {micro_batch.row_numbers[row]}: look at {by}"
-        )
-    return torch.where(finite, values, 0.0)
-
-
-def _supplied(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tensor:
-    """[N] of real numbers: what the supplier returns for a copy of the micro-batch. Raises LateColumnError."""
-    where, by = f"late column {name}", f"function {_name_of(supplier)}"
+    where = f"late column {name}"
+    by = f"function {getattr(supplier, '__qualname__', type(supplier).__name__)}"
     columns = {column: values.clone() for column, values in micro_batch.columns.items()}
-    copy = with_other_columns(micro_batch, columns)
+    copy, tokens = with_other_columns(micro_batch, columns), micro_batch.num_tokens
     try:
-        values: Any = supplier(copy)
+        supplied: Any = supplier(copy)
     except (Exception, SystemExit) as error:
         raise LateColumnError(one_line(f"{where}: {by} raised {type(error).__name__}: {error}")) from error
-    tokens = micro_batch.num_tokens
-    if not isinstance(values, Tensor):
-        kind = "None" if values is None else f"a {type(values).__name__}"
+    if not isinstance(supplied, Tensor):
+        kind = "None" if supplied is None else f"a {type(supplied).__name__}"
         raise LateColumnError(f"{where} is {kind}, needs a tensor of shape ({tokens},), from {by}")
-    whole: Tensor = values.full_tensor() if hasattr(values, "full_tensor") else values  # of a DTensor
+    whole: Tensor = supplied.full_tensor() if hasattr(supplied, "full_tensor") else supplied  # of a DTensor
     if whole.shape != (tokens,):
         shape = tuple(whole.shape)
         raise LateColumnError(
@@ -163,11 +143,20 @@ def _supplied(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tenso
         )
     if whole.is_complex():
         raise LateColumnError(f"{where} has dtype {whole.dtype}, needs real numbers, from {by}")
-    return whole
-
-
-def _name_of(supplier: LateColumn) -> str:
-    return str(getattr(supplier, "__qualname__", type(supplier).__name__))
+    mask = micro_batch.response_mask.bool()
+    values = whole.detach().to(mask.device, torch.float32)
+    finite = values.isfinite()
+    wrong = mask & ~finite
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        row = int((micro_batch.cu_seqlens <= first).sum()) - 1
+        reference, token = micro_batch.references[row], first - int(micro_batch.cu_seqlens[row])
+        raise LateColumnError(
+            f"{where} is not finite in float32 on {int(wrong.sum())} trainable tokens, "
+            f"first {float(values[first])} in {reference.group_id}/{reference.rollout_index}, "
+            f"token {token} of row {micro_batch.row_numbers[row]}: look at {by}"
+        )
+    return torch.where(finite, values, 0.0)
 
 
 def pushed_columns(chain: Chain, late: Iterable[str], pushed: Sequence[str]) -> frozenset[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal
 
 from redis.exceptions import ResponseError
@@ -62,19 +62,14 @@ class Loop:
         self._watchdog: Watchdog | None = None  # rank 0's
         self._run_figures: RunFigures | None = None  # likewise
 
-    @property
-    def _next(self) -> int:
-        """k of the batch to be delivered next."""
-        return self._progress.delivered
-
     def next_batch(
         self, timeout: float | None, max_groups: int | None, take_back: list[Callable[[], None]]
     ) -> Batch | None:
         """As `TrainerQueue.next_batch`. take_back: gets what undoes the delivery, for a call that does not return."""
         started = clock.now()
-        patience = _Patience(self._sessions.run_name, timeout, self.pause)
+        patience = _Patience(self._sessions, timeout, self.pause)
         while True:
-            try:
+            with patience.attempt():
                 with self.lock:
                     batch, collector = self._advance(patience, max_groups)
                     if batch is not None and collector is not None:
@@ -84,31 +79,14 @@ class Loop:
                 if collector is None:
                     return None
                 self._wait_for_news(collector, patience, max_groups)
-            except NotHeldError as error:
-                if patience.batch.expired:
-                    who = f"run {self._sessions.run_name}, rank {self._sessions.rank.number}"
-                    raise NoBatchError(f"no batch within {timeout:g} s ({who}): {error}") from None
-                patience.wait_for_hold(error)
-            except RETRYABLE as error:
-                patience.outage.pause_after(error)
-            else:
-                patience.held()
 
     def patiently(self, call: Callable[[], T]) -> T:
         """`call()`, repeated until the server answers and rank 0 has the run."""
-        patience = _Patience(self._sessions.run_name, None, self.pause)
+        patience = _Patience(self._sessions, None, self.pause)
         try:
             while True:
-                try:
-                    with self.lock:
-                        result = call()
-                except NotHeldError as error:
-                    patience.wait_for_hold(error)
-                except RETRYABLE as error:
-                    patience.outage.pause_after(error)
-                else:
-                    patience.held()
-                    return result
+                with patience.attempt(), self.lock:
+                    return call()
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
 
@@ -143,15 +121,22 @@ class Loop:
             return None, None
         session = self._sessions.finish_batch()
         leader = session if isinstance(session, Leader) else None
-        collector = self._collector_of(session)
+        if self._collector is None or self._collector.session is not session:
+            self.stop_reading()
+            if session.leads:
+                self._watchdog = Watchdog(session.run, self._limits)
+                self._run_figures = self._run_figures or RunFigures(session.run, self._watchdog.counters)
+            # A new session reads the logs from their start.
+            self._collector = Collector(session, self._sessions.rank, self._late)
+        collector, k = self._collector, self._progress.delivered
         is_new = leader is not None and leader.name_ahead(False, max_groups)
-        ended = session.find(self._next) is None and session.has_all(self._next)
+        ended = session.find(k) is None and session.has_all(k)
         if (ended and leader is not None and leader.name_ahead(True, max_groups)) or is_new:
             patience.batch.progress()
         batch = self._collect(collector)
-        is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(self._next) is None
+        is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(k) is None
         # Asked once more: naming may have dropped groups of prompts, which are to be played again.
-        if batch is None and is_last and session.has_ended(self._next):
+        if batch is None and is_last and session.has_ended(k):
             collector.read()  # results that came after their batch was committed go before the run ends
             begins = self._progress.version == 0 and not self._progress.has_delivered
             lost = why_nothing_was_kept(session.run) if begins else None
@@ -171,7 +156,7 @@ class Loop:
         take_back: list[Callable[[], None]],
     ) -> Batch:
         """Note that the training loop has the batch."""
-        before, ready = self._next, collector.ready
+        before, ready = self._progress.delivered, collector.ready
 
         def undo() -> None:
             with self.lock:
@@ -185,19 +170,9 @@ class Loop:
         with suppress(*RETRYABLE, NotHeldError):
             if isinstance(collector.session, Leader):
                 collector.session.name_ahead(False, max_groups)
-            collector.read_ahead(collector.session.find(self._next))
+            collector.read_ahead(collector.session.find(self._progress.delivered))
         self._sessions.delivered(batch)
         return batch
-
-    def _collector_of(self, session: Leader | Follower) -> Collector:
-        """The collector of this session: a new session reads the logs from their start."""
-        if self._collector is None or self._collector.session is not session:
-            self.stop_reading()
-            if session.leads:
-                self._watchdog = Watchdog(session.run, self._limits)
-                self._run_figures = self._run_figures or RunFigures(session.run, self._watchdog.counters)
-            self._collector = Collector(session, self._sessions.rank, self._late)
-        return self._collector
 
     def _collect(self, collector: Collector) -> Batch | None:
         """The next batch without its unreadable groups; None if there is none yet.
@@ -276,18 +251,20 @@ class Loop:
         session, timeout, run = collector.session, patience.timeout, self._sessions.run_name
         patience.look(session)
         self._sessions.news.clear()
-        unmarked = session.waits_for_marks(self._next) if isinstance(session, Leader) else None
+        unmarked = session.waits_for_marks(self._progress.delivered) if isinstance(session, Leader) else None
         if unmarked:
             patience.batch.because(unmarked)
         elif isinstance(session, Follower):
-            patience.batch.because(session.waits_for(self._next))
+            patience.batch.because(session.waits_for(self._progress.delivered))
         elif (
             timeout != 0 and self._watchdog is not None
         ):  # at least once in a call, however slow this machine is
             self._watchdog.look()
         if patience.batch.expired:
             why = unmarked.line(run) if unmarked else why_no_batch(session.run, self._limits)
-            raise NoBatchError(f"no new group for {timeout:g} s (run {run}, batch {self._next}): {why}")
+            raise NoBatchError(
+                f"no new group for {timeout:g} s (run {run}, batch {self._progress.delivered}): {why}"
+            )
         block_ms = BLOCK_MS if timeout is None else round(min(BLOCK_MS, timeout * 500)) or 1
 
         def could_name() -> bool:  # beside what another thread names
@@ -307,9 +284,10 @@ class _Patience:
     The call gives up `timeout` seconds after the last progress: a new group, or a batch that was named.
     """
 
-    def __init__(self, run: str, timeout: float | None, pause: Callable[[float], object]) -> None:
-        self.timeout = timeout
-        self.outage = Outage(STAGE, run, sleep=pause)
+    def __init__(self, sessions: Sessions, timeout: float | None, pause: Callable[[float], object]) -> None:
+        run, self.timeout = sessions.run_name, timeout
+        self._who = f"run {run}, rank {sessions.rank.number}"
+        self._outage = Outage(STAGE, run, sleep=pause)
         self.batch = Wait(Blocked(STAGE, "waiting for a batch", run), timeout=timeout)
         self._hold = Wait(Blocked(STAGE, "waiting for rank 0", run), cap=HOLD_CAP_S, sleep=pause)
         self._counts: list[int] = []
@@ -326,15 +304,21 @@ class _Patience:
             self.batch.progress()
         self._counts = counts
 
-    def wait_for_hold(self, error: NotHeldError) -> None:
-        """Pause until rank 0 may have taken the run, and say after a while why it has not."""
-        self._hold.because(Reason("other_rank", str(error)))
-        self._hold.pause()
-
-    def held(self) -> None:
-        """The server answers and rank 0 has the run."""
-        self.outage.over()
-        self._hold.over()
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """After a block that the server, or rank 0, keeps from its end: pause, and say after a while why. Repeat it."""
+        try:
+            yield
+        except NotHeldError as error:
+            if self.batch.expired:
+                raise NoBatchError(f"no batch within {self.timeout:g} s ({self._who}): {error}") from None
+            self._hold.because(Reason("other_rank", str(error)))
+            self._hold.pause()
+        except RETRYABLE as error:
+            self._outage.pause_after(error)
+        else:
+            self._outage.over()
+            self._hold.over()
 
 
 def wait_for_news(

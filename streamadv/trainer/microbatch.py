@@ -91,49 +91,6 @@ class PromptResponse(Columns):
         return f"PromptResponse(prompts={prompts}, responses={responses}, columns={list(self.columns)})"
 
 
-def prompt_response(micro_batch: MicroBatch, pad_id: int) -> PromptResponse:
-    """As `MicroBatch.prompt_response`."""
-    columns, bounds = micro_batch.columns, micro_batch.cu_seqlens.to(torch.int64)
-    num_tokens, device = micro_batch.num_tokens, bounds.device
-    trainable = columns["response_mask"].bool().nonzero().flatten()
-    row_of = torch.searchsorted(bounds, trainable, right=True) - 1
-    cuts = torch.full((micro_batch.num_rows,), num_tokens, device=device)
-    cuts.scatter_reduce_(0, row_of, trainable, "amin")
-    rows = (cuts < num_tokens).nonzero().flatten()
-    starts, cut, stops = bounds[rows], cuts[rows], bounds[rows + 1]
-
-    prompt = cut[:, None] - torch.arange(_longest(cut - starts), 0, -1, device=device)
-    response = cut[:, None] + torch.arange(_longest(stops - cut), device=device)
-    prompt_mask, response_mask = prompt >= starts[:, None], response < stops[:, None]
-    # Gathered from the tokens and a padding value after the last one.
-    prompt = torch.where(prompt_mask, prompt, num_tokens)
-    response = torch.where(response_mask, response, num_tokens)
-
-    ids = columns["input_ids"]
-    padded_ids = torch.cat([ids, ids.new_full((1,), pad_id)])
-    attention_mask = torch.cat([prompt_mask, response_mask], 1)
-    made = {
-        name: torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[response]
-        for name, values in columns.items()
-        if name != "input_ids"
-    }
-    made |= {
-        "prompt_ids": padded_ids[prompt],
-        "prompt_mask": prompt_mask,
-        "response_ids": padded_ids[response],
-        "response_attention_mask": response_mask,
-        "input_ids": padded_ids[torch.cat([prompt, response], 1)],
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0) * attention_mask,
-    }
-    has = {name: which[rows] for name, which in micro_batch.has.items()}
-    return PromptResponse(made, rows, has)
-
-
-def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if len(lengths) else 0
-
-
 class PaddedBatch(Columns):
     """The columns of a micro-batch as [R, T]: one row each, right padded with 0 to the longest of T tokens.
 
@@ -159,10 +116,6 @@ class MicroBatch(Columns):
     in their own dtype), late columns (float32), and what the chain adds (`rollout_is_weights`, `sample_weights` ...
     float32). One that only a part of the batch was pushed with is there too (`optional`): `has[name]` says which rows
     have it, the others read 0.
-
-    `columns` has all of them by name, `extras` the columns without a value per token. `cu_seqlens` bounds the rows,
-    `row_lengths` are their tokens; `references`, `row_numbers` and `version_spans` say which row of which trajectory
-    each is. `padded()` and `prompt_response()` give other layouts.
 
     An empty micro-batch (R = 0) keeps the ranks of a job in step and adds nothing to a loss. Where rows lie side by
     side a column is a view of the batch's, which on a CPU `batch.delivered` shares, and `returns` are `advantages`
@@ -250,11 +203,9 @@ class MicroBatch(Columns):
         width = max(self.row_lengths, default=0)
         place = torch.arange(width, device=self.cu_seqlens.device)
         mask = place < torch.diff(self.cu_seqlens)[:, None]
-        # Gathered from the tokens and a 0 after the last one: torch cannot write unsigned integers by index.
         index = torch.where(mask, self.cu_seqlens[:-1, None] + place, self.num_tokens)
-        padded = {}
-        for name, values in {**self.columns, "position_ids": self.position_ids}.items():
-            padded[name] = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])[index]
+        columns = {**self.columns, "position_ids": self.position_ids}
+        padded = {name: values_at(index, values) for name, values in columns.items()}
         return PaddedBatch({**padded, "attention_mask": mask}, self.has)
 
     def prompt_response(self, pad_id: int = 0) -> PromptResponse:
@@ -262,19 +213,45 @@ class MicroBatch(Columns):
 
         Every column is cut to the response. Rows without a trainable token are left out.
         """
-        return prompt_response(self, pad_id)
+        bounds, num_tokens = self.cu_seqlens.to(torch.int64), self.num_tokens
+        trainable = self.columns["response_mask"].bool().nonzero().flatten()
+        row_of = torch.searchsorted(bounds, trainable, right=True) - 1
+        cuts = torch.full((self.num_rows,), num_tokens, device=bounds.device)
+        cuts.scatter_reduce_(0, row_of, trainable, "amin")
+        rows = (cuts < num_tokens).nonzero().flatten()
+        starts, cut, stops = bounds[rows], cuts[rows], bounds[rows + 1]
+
+        longest_prompt, longest_response = (
+            int(lengths.max()) if len(lengths) else 0 for lengths in (cut - starts, stops - cut)
+        )
+        prompt = cut[:, None] - torch.arange(longest_prompt, 0, -1, device=bounds.device)
+        response = cut[:, None] + torch.arange(longest_response, device=bounds.device)
+        prompt_mask, response_mask = prompt >= starts[:, None], response < stops[:, None]
+        prompt = torch.where(prompt_mask, prompt, num_tokens)
+        response = torch.where(response_mask, response, num_tokens)
+
+        ids, attention_mask = self.columns["input_ids"], torch.cat([prompt_mask, response_mask], 1)
+        columns = {
+            name: values_at(response, values) for name, values in self.columns.items() if name != "input_ids"
+        }
+        columns |= {
+            "prompt_ids": values_at(prompt, ids, pad_id),
+            "prompt_mask": prompt_mask,
+            "response_ids": values_at(response, ids, pad_id),
+            "response_attention_mask": response_mask,
+            "input_ids": values_at(torch.cat([prompt, response], 1), ids, pad_id),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0) * attention_mask,
+        }
+        return PromptResponse(columns, rows, {name: which[rows] for name, which in self.has.items()})
 
 
-def as_indices(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`input_ids` as int64 and `response_mask` as bool: torch refuses, or misreads, int32 and uint8."""
-    indices = {}
-    if "input_ids" in columns:
-        indices["input_ids"] = columns["input_ids"].to(torch.int64, copy=True)
-    if "response_mask" in columns:
-        indices["response_mask"] = columns["response_mask"].view(
-            torch.bool
-        )  # its values are 0 and 1: no copy
-    return indices
+def values_at(index: Tensor, values: Tensor, padding: int = 0) -> Tensor:
+    """The values of tokens by their numbers, `padding` for the number after the last one.
+
+    Gathered: torch cannot write unsigned integers by index.
+    """
+    return torch.cat([values, values.new_full((1, *values.shape[1:]), padding)])[index]
 
 
 def with_other_columns(micro_batch: MicroBatch, columns: Mapping[str, Tensor]) -> MicroBatch:
@@ -302,9 +279,6 @@ class Delivered:
 @dataclass(frozen=True)
 class Batch:
     """Batch k as one rank sees it: iterate over it for this rank's micro-batches, `len(batch)` of them.
-
-    `version` is the policy version being trained, `metrics` the figures to log, `kl` the mean KL to the reference
-    policy. `references`, `staleness` and `logged_s` are about every trajectory of the batch, on all ranks.
 
     Every rank has the same number of micro-batches; the last ones may be empty. `num_tokens`, `num_rows` and
     `num_trajectories` count the whole batch on all ranks: divide a summed loss by one of them (and multiply it by the
@@ -403,10 +377,14 @@ def cut(
     row_numbers = np.arange(len(owner)) - members.first_row[owner]
     micro_batches = []
     for rows, spans in zip(share.rows, token_spans(share), strict=True):
-        numbers = rows.tolist()
+        numbers, cut_columns = rows.tolist(), {}
+        for name, values in columns.items():
+            parts = [values[start:stop] for start, stop in spans]
+            # A view if one span holds all the tokens.
+            cut_columns[name] = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
         micro_batches.append(
             MicroBatch(
-                {name: _tokens(values, spans) for name, values in columns.items()},
+                cut_columns,
                 [tokens[row] for row in numbers],
                 References(share.own, owner[rows]),
                 {name: [arrays[row] for row in numbers] for name, arrays in extras.items()},
@@ -419,19 +397,9 @@ def cut(
 
 def token_spans(share: Share) -> list[list[tuple[int, int]]]:
     """For each micro-batch, the token spans of its rows in the packed share; rows side by side make one span."""
-    bounds = offsets(share.own.members.rows["tokens"])
-    return [_spans(rows, bounds) for rows in share.rows]
-
-
-def _spans(rows: Positions, bounds: Positions) -> list[tuple[int, int]]:
-    if not len(rows):
-        return []
-    stops = np.flatnonzero(np.diff(rows, append=-1) != 1)  # the last row of each span
-    starts = np.concatenate([[0], stops[:-1] + 1])
-    return list(zip(bounds[rows[starts]].tolist(), bounds[rows[stops] + 1].tolist(), strict=True))
-
-
-def _tokens(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """[N of the spans, ...]: the values of these tokens; a view if one span holds them all."""
-    parts = [values[start:stop] for start, stop in spans]
-    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
+    bounds, found = offsets(share.own.members.rows["tokens"]), []
+    for rows in share.rows:
+        first = rows[np.diff(rows, prepend=-2) != 1]  # of each span
+        last = rows[np.diff(rows, append=-2) != 1]
+        found.append(list(zip(bounds[first].tolist(), bounds[last + 1].tolist(), strict=True)))
+    return found

@@ -22,9 +22,7 @@ from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
 from ..batch.record import BatchRecord, NamingSettings, read_records
-from ..errors import (
-    SettingError,
-)
+from ..errors import SettingError
 from ..messages import brief, log_fields
 from ..run.manifest import RunSettings, given_settings
 from ..settings import run_name
@@ -167,7 +165,13 @@ class TrainerQueue(IterableDataset[Batch]):
             quotas=quotas,
         )
         run = run_name(run)
-        _warn_of_early_drops(run, max_staleness, naming.drop_after)
+        if max_staleness is not None and naming.drop_after is not None and naming.drop_after < max_staleness:
+            logger.warning(
+                "drop_after is %d, max_staleness %d: producers are admitted %d versions ahead, and what is older than "
+                "%d is dropped; lower max_staleness or raise drop_after",
+                *(naming.drop_after, max_staleness, max_staleness, naming.drop_after),
+                extra=log_fields("drops_early", run=run, role=STAGE),
+            )
         self._connection = Connection.of(connection)
         self._owns_connection = isinstance(connection, str)
         self._run_name = run
@@ -288,7 +292,7 @@ class TrainerQueue(IterableDataset[Batch]):
     @property
     def epoch(self) -> int:
         """The fencing epoch of this job (no pass over the data): another rank may find the job by it."""
-        return self._loop.patiently(lambda: self._sessions.current().epoch)
+        return self._loop.patiently(lambda: self._sessions.current().progress.epoch)
 
     # What the training loop says
 
@@ -341,7 +345,13 @@ class TrainerQueue(IterableDataset[Batch]):
         if not self._saves.acquire(blocking=False):
             raise SettingError("a checkpoint is being saved: leave its block before the next one")
         try:
-            with saving(Path(folder), keep, state, self._together, self._look, self.commit) as path:
+
+            def look() -> (
+                None
+            ):  # raises if another trainer has the run, or this rank's last batch is named again
+                self._loop.patiently(self._sessions.at_hand)
+
+            with saving(Path(folder), keep, state, self._together, look, self.commit) as path:
                 yield path
         finally:
             self._saves.release()
@@ -442,20 +452,3 @@ class TrainerQueue(IterableDataset[Batch]):
         self._sessions.close()
         if self._owns_connection:
             self._connection.close()
-
-    def _look(self) -> None:
-        """Raise where this rank may not go on: another trainer has the run, or its last batch is named again."""
-        self._loop.patiently(self._sessions.at_hand)
-
-
-def _warn_of_early_drops(run: str, max_staleness: int | None, drop_after: int | None) -> None:
-    if max_staleness is not None and drop_after is not None and drop_after < max_staleness:
-        logger.warning(
-            "drop_after is %d, max_staleness %d: producers are admitted %d versions ahead, and what is older than %d "
-            "is dropped; lower max_staleness or raise drop_after",
-            drop_after,
-            max_staleness,
-            max_staleness,
-            drop_after,
-            extra=log_fields("drops_early", run=run, role=STAGE),
-        )

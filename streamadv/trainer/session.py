@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, Literal
 
 from .. import clock, doors
-from ..batch.follower import Follower, JobKey, join
+from ..batch.follower import Follower, join
 from ..batch.hold import NotHeldError, check_job, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
@@ -166,7 +166,13 @@ class Sessions:
             session = take_over(run, self.naming, self.progress)
             self._warns_of_history = self._warns_of_history or begins
         else:
-            session = join(run, self.naming, self.progress, self._job_key())
+            job = self._job if self._epoch is not None else self._find_job()
+            if job is None and self._epoch is None:
+                raise SettingError(
+                    f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
+                    "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
+                )
+            session = join(run, self.naming, self.progress, job, self._epoch)
         self._session, self._is_stale = session, False
         self._heartbeat.start(session)
         return session
@@ -175,16 +181,6 @@ class Sessions:
         if self._job is not None or self.rank.world_size == 1:
             return self._job
         return find_job(self.number)
-
-    def _job_key(self) -> JobKey:
-        """By what this rank above 0 finds its job. Raises SettingError when it has neither an id nor an epoch."""
-        job = self._job if self._epoch is not None else self._find_job()
-        if job is None and self._epoch is None:
-            raise SettingError(
-                f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
-                "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
-            )
-        return JobKey(job, self._epoch)
 
     # What the training loop reports
 
@@ -202,7 +198,7 @@ class Sessions:
             if session.published_version <= batch.version:
                 session.publish_version(session.batches[batch.version].record, self._commits)
             if self._commits:
-                session.commit(session.version)
+                session.commit(self.progress.version)
         self.in_hand = None
         return session
 
@@ -210,15 +206,15 @@ class Sessions:
         """As `TrainerQueue.open`, once."""
         session = self.at_hand()
         if weights is not None:
-            self.progress.publish_weights(session.version, weights)
+            self.progress.publish_weights(self.progress.version, weights)
             if isinstance(session, Leader):
-                session.publish_weights()
+                session.publish(self.progress.version)
 
     def finish(self) -> None:
         """As `TrainerQueue.finish`, once."""
         session = self.at_hand()
         if isinstance(session, Leader) and self._commits:
-            session.commit(session.version)
+            session.commit(self.progress.version)
         self.progress.finished = True
         if isinstance(session, Leader):
             session.finish()
@@ -233,9 +229,9 @@ class Sessions:
         named = session.batches.get(batch.version)
         if named is None or named.record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
-        if batch.version > session.version:
+        if batch.version > self.progress.version:
             raise SettingError(
-                f"batch {batch.version} is marked as trained before batch {session.version}: mark in order"
+                f"batch {batch.version} is marked as trained before batch {self.progress.version}: mark in order"
             )
         session.note_trained(named.record, batch.kl, batch.num_trajectories)
         named.figures = {name: batch.metrics[name] for name in KL_ESTIMATES if name in batch.metrics}
@@ -250,7 +246,7 @@ class Sessions:
         if isinstance(session, Leader):
             session.publish_version(record, commits)
             if commits:
-                session.commit(session.version)
+                session.commit(self.progress.version)
         self.news.set()
 
     def save_prompts(self) -> None:
@@ -262,9 +258,9 @@ class Sessions:
     def commit(self, state: Mapping[str, Any]) -> None:
         """As `TrainerQueue.commit`, once."""
         session = self.at_hand()
-        if state["version"] > session.version:
+        if state["version"] > self.progress.version:
             raise SettingError(
-                f"state has version {state['version']}, this queue is at {session.version}: load it first"
+                f"state has version {state['version']}, this queue is at {self.progress.version}: load it first"
             )
         if isinstance(session, Leader):
             session.commit(state["version"])

@@ -39,7 +39,7 @@ class Step:
 class Together:
     """One rank's part. All ranks make the same calls, of the same steps; a rank alone needs no process group.
 
-    number: of the queue, see `batch.job.count_queue`. pause: sleeps; raises when the queue is closed.
+    number: of the queue, see `batch.hold.count_queue`. pause: sleeps; raises when the queue is closed.
     """
 
     def __init__(self, run: str, rank: Rank, number: int, pause: Callable[[float], object]) -> None:
@@ -118,7 +118,7 @@ class Together:
         """Rank 0: hear all ranks, and tell them what each has said."""
         missing = [] if alone else list(range(1, self._rank.world_size))
         keys = [self._key(rank) for rank in missing]
-        end = self._end(1)
+        end = clock.now() + self._timeout_s
         while missing and not self._store.check([self._failed]):
             while missing and self._store.check([self._key(missing[0])]):
                 missing.pop(0)
@@ -134,7 +134,8 @@ class Together:
 
     def _follow(self, says: str, alone: bool) -> list[str]:
         """Other ranks: say it, and wait for what rank 0 decides. Rank 0 may come late, and then wait for others."""
-        own, decision, end = self._key(self._rank.number), self._key("decision"), self._end(2)
+        own, decision = self._key(self._rank.number), self._key("decision")
+        end = clock.now() + 2 * self._timeout_s
         if not alone:
             self._store.set(own, says)
         while not self._store.check([decision]):
@@ -146,9 +147,6 @@ class Together:
             raise CheckpointError(text.removeprefix(FAILED))
         heard: list[str] = json.loads(text.removeprefix(DONE))
         return heard
-
-    def _end(self, times: int) -> float:
-        return clock.now() + times * self._timeout_s
 
     @property
     def _timeout_s(self) -> float:

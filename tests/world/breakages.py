@@ -212,11 +212,11 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     "groups in the weights are trained on again": Mutant(
         "streamadv/batch/progress.py",
-        "return is_tried or known in self._uncommitted or known in self._committed or known in self._returning",
+        "return is_tried or known in self.uncommitted or known in self._committed or known in self._returning",
         "return False",
     ),
     "a group in hand is forgotten with its server": Mutant(
-        "streamadv/batch/progress.py", "self._returning if self._uncommitted[group_id] < self._named_elsewhere else ", ""
+        "streamadv/batch/progress.py", "self._returning if self.uncommitted[group_id] < self._named_elsewhere else ", ""
     ),
     "a late heartbeat takes the end back": Mutant(
         "streamadv/producer/logic.py", "yield from membership.send_heartbeat()\n        manifest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from streamadv.algorithms.chain.config import ChainConfig
 from streamadv.batch import leader as leader_module
-from streamadv.batch.carryover import KLCoefficients
+from streamadv.batch.carryover import coefficient_of, coefficients_after
 from streamadv.batch.progress import Progress
 from streamadv.errors import LateColumnError, NoBatchError, StreamadvError
 from streamadv.store.connection import Connection
@@ -130,13 +131,13 @@ def test_the_coefficient_outlives_a_larger_prefetch() -> None:
     config = ChainConfig.model_validate(
         {"estimator": "grpo", "kl": {"target": 0.1, "coefficient": 0.5, "horizon": 10}}
     )
-    before = KLCoefficients(config, 0)
+    after: Mapping[str, float] = {}
     for k in range(20):
-        before.trained(k, 10.0, 100)
-    last = before.to_json()["19"]
-    assert last > 1
-    after = KLCoefficients(config, 4, before.to_json())
-    assert after.of_batch(20) > 1
+        after = coefficients_after(config, 0, after, k, 10.0, 100)
+    assert after["19"] > 1
+    coefficient = coefficient_of(config, 4, after, 20)
+    assert coefficient is not None
+    assert coefficient > 1
 
 
 def test_an_interrupt_while_a_batch_is_noted_as_trained_forgets_no_group(

@@ -10,7 +10,7 @@ import pytest
 from streamadv.algorithms import RunningMoments
 from streamadv.algorithms.chain.config import parse_config
 from streamadv.algorithms.kl import adapted_coefficient
-from streamadv.batch.carryover import KLCoefficients
+from streamadv.batch.carryover import coefficient_of, coefficients_after
 from streamadv.batch.leader import Leader
 from streamadv.batch.record import BatchRecord
 from streamadv.store.connection import Connection
@@ -121,7 +121,6 @@ def test_batch_k_sees_the_coefficient_after_k_minus_1_minus_prefetch(
 
 
 def test_a_fixed_coefficient_is_not_stamped() -> None:
-    fixed = KLCoefficients(parse_config({"estimator": "reinforce", "kl": {"coefficient": 0.5}}), 1)
-    fixed.trained(0, 3.0, 4)
-    assert fixed.of_batch(5) is None
-    assert fixed.to_json() == {}
+    fixed = parse_config({"estimator": "reinforce", "kl": {"coefficient": 0.5}})
+    assert coefficients_after(fixed, 1, {}, 0, 3.0, 4) == {}
+    assert coefficient_of(fixed, 1, {}, 5) is None

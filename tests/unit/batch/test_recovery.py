@@ -183,9 +183,9 @@ def test_other_groups_that_an_older_job_named_are_not_committed(run: Run) -> Non
     progress.deliver(first)
     progress.train(first)
     progress.commit(1)
-    undo_batches(run, [first, second], leader.fence)
+    undo_batches(run, [first, second], leader.progress.fence)
     other = second.model_copy(update={"k": 0, "id": "0-0123456789ab"})
-    assert name_batch(run, other, leader.fence)
+    assert name_batch(run, other, leader.progress.fence)
     progress.batches.clear()
     assert take_over(run, SETTINGS, progress).batches == {}
     assert (ledger(run)["trained"], missing(run, other)) == (0, [])
@@ -242,7 +242,7 @@ def waiting(run: Run) -> tuple[Progress, dict[bytes, bytes]]:
 
 def lose(run: Run, leader: Leader, older: Progress, session: Mapping[bytes, bytes]) -> None:
     """The server goes back to when it knew the older job alone."""
-    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.fence)
+    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.progress.fence)
     scripts = run.connection.scripts
     scripts.delete(run.home.keys.session)
     scripts.hset(run.home.keys.session, mapping=dict(session))
@@ -265,7 +265,7 @@ def test_a_batch_of_another_line_that_has_groups_of_the_checkpoint_is_undone(run
     other = Progress()
     other.load(Progress.beginning(run.name))
     leader = take_over(run, SETTINGS, other)
-    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.fence)
+    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.progress.fence)
     other.batches.clear()
     assert take_over(run, sized(1), other).name_ahead(False)
     third = Progress()

@@ -42,8 +42,9 @@ def computed(fake: Connection) -> Run:
 def log_of(run: Run, leads: bool = True) -> Collector:
     """As the rank of a session has it that knows all named batches."""
     batches = {k: NamedBatch(record) for k, record in read_records(run).items()}
+    progress = SimpleNamespace(fence=fence_of(run))
     session: Any = SimpleNamespace(
-        run=run, leads=leads, batches=batches, fence=fence_of(run), has_same_servers=lambda: True
+        run=run, leads=leads, batches=batches, progress=progress, has_same_servers=lambda: True
     )
     return Collector(session, Rank(0, 1, torch.device("cpu")), {})
 
