@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from streamadv.store import waiting
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
+from tests.shares import examples
 
 #: Markers of all tests in a folder.
 MARKERS: Final = {
@@ -45,7 +47,9 @@ ENDED: Final = ("streamadv-heartbeat", "streamadv-read-ahead")
 def pytest_configure() -> None:
     # Examples may take their time, and drawing them: the machine may be busy.
     slow = [HealthCheck.too_slow, *settings.default.suppress_health_check]
-    settings.register_profile("tests", settings.default, deadline=None, suppress_health_check=slow)
+    settings.register_profile(
+        "tests", settings.default, max_examples=examples(100), deadline=None, suppress_health_check=slow
+    )
     settings.load_profile("tests")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # before torch is imported; worker processes inherit it
@@ -54,6 +58,18 @@ def pytest_configure() -> None:
     sys.addaudithook(_note_start)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell has started with &
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is loaded stays: the garbage collector would walk torch and thousands of tests, half a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
