@@ -66,7 +66,7 @@ test: $(VENV)/test.installed
 	$(PYTEST) -m "not release" $(ARGS)
 
 test-all: $(VENV)/test.installed
-	STREAMADV_WORLD_SCHEDULES=3000 STREAMADV_TEST_EXAMPLES=1 $(PYTEST) $(ARGS)
+	STREAMADV_WORLD_SCHEDULES=3000 STREAMADV_TEST_EXAMPLES=1 STREAMADV_FUZZ_CASES=6000 $(PYTEST) $(ARGS)
 
 test-release: $(VENV)/test.installed
 	$(PYTEST) -m release $(ARGS)

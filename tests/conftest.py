@@ -39,6 +39,8 @@ MARKERS: Final = {
     "benchmarks": ("release",),
     "servers": ("server",),
 }
+#: Fixtures that take seconds to start: one process runs all tests of each.
+STARTED_ONCE: Final = {"cluster", "secured", "sentinels", "children"}
 SERVERS: Final = ("redis-server", "valkey-server")
 #: Threads that end with the test.
 ENDED: Final = ("streamadv-heartbeat", "streamadv-read-ahead")
@@ -77,8 +79,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         fixtures = set(getattr(item, "fixturenames", ()))
-        if "cluster" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("cluster"))  # its processes are started once
+        for fixture in STARTED_ONCE & fixtures:
+            item.add_marker(pytest.mark.xdist_group(fixture))
         uses_server = {"server", "cluster", "forgetful"} & fixtures
         for marker in (*MARKERS.get(folder, ()), *(["server"] if uses_server else [])):
             item.add_marker(marker)

@@ -18,6 +18,7 @@ import redis.asyncio.cluster
 import redis.exceptions
 
 from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.store import urls
 from streamadv.store.calls import run_script, run_script_async, run_transaction, run_transaction_async
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
@@ -251,7 +252,10 @@ async def test_a_server_of_another_kind_than_its_url_says_is_an_error_at_once(
             await other.wait_until_ready()
 
 
-async def test_a_server_that_does_not_answer_to_tls_is_asked_whether_it_speaks_it(redis_url: str) -> None:
+async def test_a_server_that_does_not_answer_to_tls_is_asked_whether_it_speaks_it(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urls, "CONNECT_TIMEOUT", 0.5)
     async with AsyncConnection(redis_url.replace("redis://", "rediss://")) as connection:
         with pytest.raises(ServerUnreachableError, match=r"\(does it speak TLS, as rediss:// says\?\)"):
             await connection.wait_until_ready(0)

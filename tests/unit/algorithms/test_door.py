@@ -19,9 +19,6 @@ from tests.support import some_of
 
 from .door_cases import ENTRIES, PACKED_DOOR, RECORDS
 
-# one process that makes the calls is enough: starting it takes longer than most calls
-pytestmark = pytest.mark.xdist_group("door")
-
 
 class Child:
     """A process that makes the calls: what it reads out of bounds may end it, and that is a failure too."""
