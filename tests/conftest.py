@@ -117,22 +117,17 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.fixture(autouse=True)
-def _idle_consumers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A consumer with nothing to read looks at its stop event ten times a second, not once."""
-    monkeypatch.setattr(consumer, "BLOCK_MS", 100)
-
-
-@pytest.fixture(autouse=True)
-def _rounds_of_housekeeping_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is: tests count on what one round ends."""
-    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SLICE_S", 3600.0)
-
-
-@pytest.fixture(autouse=True)
-def _producers_are_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a restart of the server tests make the heartbeats themselves, or know that no producer is alive."""
-    monkeypatch.setattr(leader, "SETTLE_S", 0.0)
+@pytest.fixture(scope="session", autouse=True)
+def _waits_are_for_tests() -> Iterator[None]:
+    """As all tests need them; one that needs others sets them for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        # a consumer with nothing to read looks at its stop event ten times a second, not once
+        patch.setattr(consumer, "BLOCK_MS", 100)
+        # however slow the machine is, a round of housekeeping is whole: tests count on what one round ends
+        patch.setattr(housekeeping, "HOUSEKEEPING_SLICE_S", 3600.0)
+        # after a restart of the server tests make the heartbeats themselves, or know that no producer is alive
+        patch.setattr(leader, "SETTLE_S", 0.0)
+        yield
 
 
 @pytest.fixture(autouse=True)
