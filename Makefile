@@ -27,7 +27,8 @@ help:
 	@echo "make quick   tests of the rooms that need no server and are quick (ARGS=\"tests/unit/store\" picks some)"
 	@echo "make test    the tests of a change (ARGS=\"tests/unit -k chain\" passes arguments to pytest, ARGS=-n0 runs one at a time)"
 	@echo "make test-all  all tests: make test, and make test-release with those that take long and rarely fail"
-	@echo "             and 3,000 schedules of the simulated world instead of 150"
+	@echo "             and 3,000 schedules of the simulated world instead of 60,"
+	@echo "             and all examples of properties instead of 40 in 100"
 	@echo "make world   SCHEDULES (1000) schedules of the simulated world from SEED (0) on; goes on where it was stopped"
 	@echo "make test-integrations  tests against the packages $(INTEGRATIONS), each in an environment of its own"
 	@echo "make test-integration-vllm  a real vLLM on the CPU behind the gateway, 3.5 GB; not part of test-integrations"
@@ -65,7 +66,7 @@ test: $(VENV)/test.installed
 	$(PYTEST) -m "not release" $(ARGS)
 
 test-all: $(VENV)/test.installed
-	STREAMADV_WORLD_SCHEDULES=3000 $(PYTEST) $(ARGS)
+	STREAMADV_WORLD_SCHEDULES=3000 STREAMADV_TEST_EXAMPLES=1 STREAMADV_FUZZ_CASES=6000 $(PYTEST) $(ARGS)
 
 test-release: $(VENV)/test.installed
 	$(PYTEST) -m release $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from streamadv.store import waiting
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer, find_server_binary
 from tests.clusters import Cluster
+from tests.shares import examples
 
 #: Markers of all tests in a folder.
 MARKERS: Final = {
@@ -37,6 +39,8 @@ MARKERS: Final = {
     "benchmarks": ("release",),
     "servers": ("server",),
 }
+#: Fixtures that take seconds to start: one process runs all tests of each.
+STARTED_ONCE: Final = {"cluster", "secured", "sentinels", "children"}
 SERVERS: Final = ("redis-server", "valkey-server")
 #: Threads that end with the test.
 ENDED: Final = ("streamadv-heartbeat", "streamadv-read-ahead")
@@ -45,7 +49,9 @@ ENDED: Final = ("streamadv-heartbeat", "streamadv-read-ahead")
 def pytest_configure() -> None:
     # Examples may take their time, and drawing them: the machine may be busy.
     slow = [HealthCheck.too_slow, *settings.default.suppress_health_check]
-    settings.register_profile("tests", settings.default, deadline=None, suppress_health_check=slow)
+    settings.register_profile(
+        "tests", settings.default, max_examples=examples(100), deadline=None, suppress_health_check=slow
+    )
     settings.load_profile("tests")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # before torch is imported; worker processes inherit it
@@ -56,13 +62,25 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is loaded stays: the garbage collector would walk torch and thousands of tests, half a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Set the markers that follow from fixtures and folders."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         fixtures = set(getattr(item, "fixturenames", ()))
-        if "cluster" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("cluster"))  # its processes are started once
+        for fixture in STARTED_ONCE & fixtures:
+            item.add_marker(pytest.mark.xdist_group(fixture))
         uses_server = {"server", "cluster", "forgetful"} & fixtures
         for marker in (*MARKERS.get(folder, ()), *(["server"] if uses_server else [])):
             item.add_marker(marker)
@@ -99,22 +117,17 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.fixture(autouse=True)
-def _idle_consumers_stop_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A consumer with nothing to read looks at its stop event ten times a second, not once."""
-    monkeypatch.setattr(consumer, "BLOCK_MS", 100)
-
-
-@pytest.fixture(autouse=True)
-def _rounds_of_housekeeping_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is: tests count on what one round ends."""
-    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_SLICE_S", 3600.0)
-
-
-@pytest.fixture(autouse=True)
-def _producers_are_heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a restart of the server tests make the heartbeats themselves, or know that no producer is alive."""
-    monkeypatch.setattr(leader, "SETTLE_S", 0.0)
+@pytest.fixture(scope="session", autouse=True)
+def _waits_are_for_tests() -> Iterator[None]:
+    """As all tests need them; one that needs others sets them for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        # a consumer with nothing to read looks at its stop event ten times a second, not once
+        patch.setattr(consumer, "BLOCK_MS", 100)
+        # however slow the machine is, a round of housekeeping is whole: tests count on what one round ends
+        patch.setattr(housekeeping, "HOUSEKEEPING_SLICE_S", 3600.0)
+        # after a restart of the server tests make the heartbeats themselves, or know that no producer is alive
+        patch.setattr(leader, "SETTLE_S", 0.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

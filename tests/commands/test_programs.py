@@ -60,10 +60,20 @@ def program(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("code", [ASYNCIO, BLOCKING, WAITING], ids=["asyncio", "blocking", "waiting"])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status", "code"),
+    [
+        (signal.SIGINT, 130, ASYNCIO),
+        pytest.param(signal.SIGTERM, 143, ASYNCIO, marks=pytest.mark.release),
+        pytest.param(signal.SIGINT, 130, BLOCKING, marks=pytest.mark.release),
+        (signal.SIGTERM, 143, BLOCKING),
+        (signal.SIGINT, 130, WAITING),
+        (signal.SIGTERM, 143, WAITING),
+    ],
+    ids=[f"{code}-{name}" for code in ("asyncio", "blocking", "waiting") for name in ("SIGINT", "SIGTERM")],
+)
 def test_a_signal_ends_it_with_one_line(
-    redis_url: str, run: str, code: str, number: signal.Signals, status: int
+    redis_url: str, run: str, number: signal.Signals, status: int, code: str
 ) -> None:
     process = program(code, redis_url, run)
     assert process.stdout is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -87,15 +86,14 @@ def promises(page: str) -> Iterator[Promise]:
                 yield Promise(block, names_of(after) if after.startswith(HELD_BY) else [])
 
 
+TEST: Final = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 PROMISES: Final = list(promises((ROOT / PAGE).read_text()))
 
 
 @pytest.fixture(scope="module")
 def defined() -> set[str]:
     """Names of all test functions."""
-    trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, functions)}
+    return {name for path in (ROOT / "tests").rglob("test_*.py") for name in TEST.findall(path.read_text())}
 
 
 def test_a_promise_without_a_test_is_found() -> None:
@@ -153,7 +151,7 @@ def test_so_many_removed_items_and_damaged_inputs_as_the_page_says() -> None:
     for text, file, code in (
         ("the last 1,000 of each shard are kept", "streamadv/lua/lib/malformed.lua", "MALFORMED_KEPT = 1000"),
         ("in 100,000 ways", "Makefile", "STREAMADV_FUZZ_CASES:-100000}"),
-        ("6,000 in `make test`", "tests/fuzz/mutations.py", '"STREAMADV_FUZZ_CASES", "6000"'),
+        ("3,000 in `make test`", "tests/fuzz/mutations.py", '"STREAMADV_FUZZ_CASES", "3000"'),
     ):
         assert text in page
         assert code in (ROOT / file).read_text(), file

@@ -18,7 +18,7 @@ from streamadv.errors import StreamadvError
 
 T = TypeVar("T")
 
-CASES: Final = int(os.environ.get("STREAMADV_FUZZ_CASES", "6000"))
+CASES: Final = int(os.environ.get("STREAMADV_FUZZ_CASES", "3000"))
 SEED: Final = os.environ.get("STREAMADV_FUZZ_SEED", "0")
 
 #: Share of the cases each surface gets; see `cases`.

@@ -35,8 +35,9 @@ WAIT_S: Final = 240.0  # bounds a hang
 
 def release(folder: Path, schema_version: int = SCHEMA_VERSION) -> Path:
     """A release of version LATER with this schema version: the folder to import it from."""
+    half_written = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # by other processes
     for package in ("streamadv", "workers"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, folder / package, ignore=half_written)  # with what is compiled
     (folder / "streamadv" / "version.py").write_text(f'__version__ = "{LATER}"\n')
     payload = folder / "streamadv" / "trajectory" / "payload.py"
     text, changed = re.subn(

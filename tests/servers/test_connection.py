@@ -18,6 +18,7 @@ import redis.asyncio.cluster
 import redis.exceptions
 
 from streamadv.errors import ServerUnreachableError, SettingError
+from streamadv.store import urls
 from streamadv.store.connection import AsyncConnection, Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import ShardKeys
@@ -256,7 +257,10 @@ async def test_a_server_of_another_kind_than_its_url_says_is_an_error_at_once(
             await other.wait_until_ready()
 
 
-async def test_a_server_that_does_not_answer_to_tls_is_asked_whether_it_speaks_it(redis_url: str) -> None:
+async def test_a_server_that_does_not_answer_to_tls_is_asked_whether_it_speaks_it(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urls, "CONNECT_TIMEOUT", 0.5)
     async with AsyncConnection(redis_url.replace("redis://", "rediss://")) as connection:
         with pytest.raises(ServerUnreachableError, match=r"\(does it speak TLS, as rediss:// says\?\)"):
             await connection.wait_until_ready(0)

@@ -37,7 +37,8 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 def log_calls() -> Iterator[tuple[str, ast.Call]]:
     """Every call of a module's `logger`, with the place where it stands."""
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if "logger" in text else ():
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             if isinstance(node.func.value, ast.Name) and node.func.value.id == "logger":

@@ -13,10 +13,10 @@ import pytest
 from streamadv.testing.judge import run_schedule
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
-SCHEDULES = int(os.environ.get("STREAMADV_WORLD_SCHEDULES", "150"))
+SCHEDULES = int(os.environ.get("STREAMADV_WORLD_SCHEDULES", "60"))
 SEED = int(os.environ.get("STREAMADV_WORLD_SEED", "0"))
 #: Schedules of one test: several processes share them out.
-PAGE = 15
+PAGE = 10
 
 
 @pytest.fixture(autouse=True)

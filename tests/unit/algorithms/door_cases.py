@@ -22,6 +22,8 @@ from streamadv import padded
 from streamadv.algorithms import RunningMoments
 from streamadv.errors import StreamadvError
 
+from . import packed_door_cases
+
 Arguments = dict[str, Any]
 
 
@@ -219,6 +221,9 @@ ENTRIES: dict[str, Entry] = {
     "truncation_penalty": Entry({"rewards": "B", "truncated": "Bm"}, ("B",), {"coefficient": -1.0}),
     "version_staleness": Entry({"versions": "BTi", "mask": "BTm"}, (None,), {"current_version": 3}),
 }  # fmt: skip
+
+#: In place of a function's name: all that `packed_door_cases` has.
+PACKED_DOOR = "packed batches"
 
 #: Public names that take no arrays, so that there is nothing to get wrong in their shapes.
 RECORDS = {"RatioFilter"}
@@ -651,6 +656,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
+        if asked["function"] == PACKED_DOOR:
+            print(json.dumps({"wrong": dict(packed_door_cases.wrong_cases())}), flush=True)
+            continue
         function, sizes = asked["function"], (asked["rows"], asked["tokens"], asked["seed"])
         wrong = {}
         wanted = plain(ENTRIES[function], *sizes).call(_function(function))

@@ -1,9 +1,8 @@
-"""Packed batches made by hand, right and wrong, built and run in a process of their own; see `door_cases`."""
+"""Packed batches made by hand, right and wrong, built and run in the process of `door_cases`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -175,20 +174,13 @@ def right() -> Iterator[tuple[str, list[str]]]:
     yield "expand", [] if own else ["its result is not its own"]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    for _ in sys.stdin:
-        found = {}
-        for name, make in WRONG.items():
-            print(json.dumps({"tried": name}), flush=True)
-            if problems := wrong(make):
-                found[name] = problems
-        for name, problems in right():
-            print(json.dumps({"tried": name}), flush=True)
-            if problems:
-                found[name] = problems
-        print(json.dumps({"wrong": found}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def wrong_cases() -> Iterator[tuple[str, list[str]]]:
+    """The cases that went wrong, and how; each is told on stdout before it is tried."""
+    for name, make in WRONG.items():
+        print(json.dumps({"tried": name}), flush=True)
+        if problems := wrong(make):
+            yield name, problems
+    for name, problems in right():
+        print(json.dumps({"tried": name}), flush=True)
+        if problems:
+            yield name, problems

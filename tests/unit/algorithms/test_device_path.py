@@ -23,6 +23,7 @@ from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
 from streamadv.algorithms.whitening import whiten
 from streamadv.grouping.layout import Layout
 from streamadv.padded.layout import padded_tokens
+from tests.shares import examples
 from tests.unit.grouping.layouts import StoredGroups
 
 from .reference import batch_of, member, pack, random_pairs
@@ -94,7 +95,7 @@ def test_chains_give_the_same_numbers_in_torch(name: str, seed: int) -> None:
 masks = st.lists(st.lists(st.booleans(), max_size=70), min_size=1, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     masks=masks,
     gamma=st.sampled_from([0.0, 0.9, 1.0]),

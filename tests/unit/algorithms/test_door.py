@@ -17,14 +17,14 @@ from streamadv import algorithms, padded
 from streamadv.errors import ArgumentError, OptionError, SettingError, TrajectoryError
 from tests.support import some_of
 
-from .door_cases import ENTRIES, RECORDS
+from .door_cases import ENTRIES, PACKED_DOOR, RECORDS
 
 
 class Child:
     """A process that makes the calls: what it reads out of bounds may end it, and that is a failure too."""
 
-    def __init__(self, cases: str = "door_cases") -> None:
-        command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.{cases}"]
+    def __init__(self) -> None:
+        command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.door_cases"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -96,12 +96,8 @@ def test_at_any_size(children: Children, function: str, rows: int, tokens: int, 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_packed_batches_are_checked_where_they_are_made() -> None:
-    child = Child("packed_door_cases")
-    try:
-        assert child.ask() == {}
-    finally:
-        child.end()
+def test_packed_batches_are_checked_where_they_are_made(children: Children) -> None:
+    assert children.ask(function=PACKED_DOOR) == {}
 
 
 #: Every public name of `streamadv.algorithms`, and where wrong arguments of it are tested.

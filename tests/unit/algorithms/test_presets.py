@@ -15,6 +15,7 @@ from torch import Tensor
 from streamadv import padded
 from streamadv.algorithms import ChainResult, PackedBatch, build_chain, expand, preset_names, run_chain
 from streamadv.errors import SettingError
+from tests.shares import examples
 
 from .reference import Pair, batch_of, member
 
@@ -122,7 +123,7 @@ VERL: dict[str, Callable[[Rows], Any]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(VERL)))
 def test_packed_and_padded_agree(seed: int, name: str) -> None:
     rows = random_rows(seed)
@@ -136,7 +137,7 @@ def test_packed_and_padded_agree(seed: int, name: str) -> None:
         torch.testing.assert_close(one, unpadded(rows, other) * mask, rtol=rtol, atol=atol)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(VERL)))
 def test_order_of_rows_and_padding_do_not_matter(seed: int, name: str) -> None:
     rows = random_rows(seed)
@@ -194,7 +195,7 @@ def turns(rng: np.random.Generator, width: int) -> list[int]:
     return mask[:width]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     prompts=st.sampled_from(["none", "one for the group", "one for each row"]),
@@ -290,7 +291,7 @@ def test_nothing_passed_in_is_changed() -> None:
     assert result["advantages"].abs().max() <= 0.1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     name=st.sampled_from(["roll/grpo", "roll/reinforce", "roll/gae", "roll/agentic_reinforce"]),

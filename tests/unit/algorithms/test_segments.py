@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from streamadv.algorithms.segments import moments, segment_sum, tokens_where
 from streamadv.algorithms.whitening import whiten, whiten_weighted
+from tests.shares import examples
 
 groups = st.lists(
     st.lists(st.tuples(st.floats(-100, 100, width=32), st.booleans()), max_size=6), min_size=1, max_size=5
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(groups=groups)
 def test_moments_match_numpy(groups: list[list[tuple[float, bool]]]) -> None:
     flat = [item for group in groups for item in group]

@@ -38,6 +38,7 @@ from streamadv.trajectory.members import (
     offsets,
 )
 from streamadv.trajectory.packet import StoredPacket
+from tests.shares import examples
 from tests.support import compute_all, group_all, ledger, problems, pushed_run
 
 CHAIN = build_chain("grpo").config.model_dump(mode="json")
@@ -131,7 +132,7 @@ some_groups = st.lists(
 ).map(lambda found: [group(number, **changes) for number, changes in enumerate(found)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     groups=some_groups,
     k=st.integers(0, 12),
@@ -168,7 +169,7 @@ def test_rules_for_many_groups_are_those_for_each(
     assert refused == [(each, reason) for each in before if (reason := expected(each))]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(groups=some_groups, budget=st.none() | st.integers(1, 10))
 def test_commit_counts_each_member_once(groups: list[LoggedGroup], budget: int | None) -> None:
     for each in groups:
@@ -233,7 +234,7 @@ pointers = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(found=pointers, chain=st.sampled_from([CHAIN, WITH_KL, WHOLE_BATCH]))
 def test_every_group_is_in_one_work_item_of_its_shard(
     found: list[tuple[int, int, int]], chain: dict[str, Any]

@@ -14,6 +14,7 @@ from streamadv.batch.selection import NamingRules, choose, share_out
 from streamadv.errors import SettingError
 from streamadv.grouping.groups_log import GroupSums, LoggedGroup
 from streamadv.trainer.queue import TrainerQueue
+from tests.shares import examples
 
 
 def group(number: int, source: str | None) -> LoggedGroup:
@@ -59,7 +60,7 @@ def test_unfit_groups_are_dropped() -> None:
     assert [reason for _, reason in unfit[1]] == ["stale"] * 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.text("abcd", min_size=1, max_size=60),
     st.integers(1, 9),

@@ -15,6 +15,7 @@ from streamadv.store.keys import RunKeys
 from streamadv.trajectory.member_table import encode_table
 from streamadv.trajectory.members import HAS_REWARD, MEMBER, NO_STATE, ROW, STEP, Members, references_of
 from streamadv.trajectory.schema import Trajectory
+from tests.shares import examples
 from tests.support import packets_of, trajectory
 from tests.unit.grouping.layouts import random_trajectory
 
@@ -92,7 +93,7 @@ def some_packets(draw: st.DrawFn) -> list[list[Slot]]:
     return [sorted(slots[a:b]) for a, b in zip([0, *cuts], [*cuts, len(slots)], strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(groups=st.lists(some_packets(), min_size=1, max_size=6), steps=st.sets(st.integers(0, 5), max_size=1))
 def test_members_of_a_page_are_those_that_count_in_order(
     groups: list[list[list[Slot]]], steps: set[int]

@@ -17,6 +17,7 @@ from streamadv.integrations.engines import Completion, Episode, from_openai, fro
 from streamadv.integrations.engines import episode as episode_module
 from streamadv.store.connection import Connection
 from streamadv.trajectory.schema import parse_trajectory
+from tests.shares import examples
 from tests.support import producing
 
 HEAD = {"group_id": "g", "group_size": 1, "rollout_index": 0, "reward": 1.0}
@@ -125,7 +126,7 @@ def test_rows_of_different_agents_do_not_continue_each_other() -> None:
     assert episode.breaks == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(
         st.tuples(

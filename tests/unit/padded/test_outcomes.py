@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from streamadv import padded
 from streamadv.errors import TrajectoryError
+from tests.shares import examples
 
 rows = st.lists(
     st.tuples(st.integers(-2, 2), st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(0, 3)),
@@ -29,7 +30,7 @@ def centred(values: Sequence[float], keys: Sequence[Hashable]) -> list[float]:
     return [value - float(np.mean(groups[key])) for value, key in zip(values, keys, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(found=rows, others=st.booleans(), by_std=st.booleans())
 def test_steps_of_one_number(found: list[tuple[int, str, str, int]], others: bool, by_std: bool) -> None:
     rewards, groups, _, steps = (list(column) for column in zip(*found, strict=True))
@@ -45,7 +46,7 @@ def test_steps_of_one_number(found: list[tuple[int, str, str, int]], others: boo
         assert got[i].item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(found=rows)
 def test_comparison_by_role(found: list[tuple[int, str, str, int]]) -> None:
     rewards, groups, agents, episodes = (list(column) for column in zip(*found, strict=True))
@@ -56,7 +57,7 @@ def test_comparison_by_role(found: list[tuple[int, str, str, int]]) -> None:
     np.testing.assert_allclose(got, centred(rewards, keys), atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(found=rows, split=st.integers(0, 12), decay=st.sampled_from([0.0, 0.5, 0.95, 1.0]))
 def test_running_baselines_go_on_from_call_to_call(
     found: list[tuple[int, str, str, int]], split: int, decay: float
@@ -77,7 +78,7 @@ def test_running_baselines_go_on_from_call_to_call(
 verdicts = st.one_of(st.integers(-3, 3).map(float), st.just(math.nan))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(found=st.lists(st.tuples(st.sampled_from("abc"), verdicts, verdicts), min_size=1, max_size=10))
 def test_named_rewards_one_by_one(found: list[tuple[str, float, float]]) -> None:
     index, weights = [row[0] for row in found], [1.0, -0.5]

@@ -19,5 +19,4 @@ def test_full_collections_walk_only_what_came_later() -> None:
         assert id(later) in walked
         assert id(existed) not in walked
     finally:
-        gc.unfreeze()
         gc.set_threshold(*thresholds)

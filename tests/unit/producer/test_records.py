@@ -23,6 +23,7 @@ from streamadv.trajectory.packet_encoding import (
     merge_packets,
 )
 from streamadv.trajectory.schema import Step
+from tests.shares import examples
 
 LIMIT = 1 << 20
 TICKET = Ticket("g-1", 0, 6, 8, 3, 7, "math", {"prompt": 5})
@@ -225,7 +226,7 @@ tickets = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(records(), tickets, st.sampled_from([LIMIT, 1024, 60]))
 @example([{"reward": 1.0, **columns(3)}], TICKET, LIMIT)
 def test_both_ways_give_the_same(found: list[Any], ticket: Ticket, limit: int) -> None:

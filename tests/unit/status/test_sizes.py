@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streamadv.status.shard import Reservation, reservation_of
+from tests.shares import examples
 
 _LIB: Final = resources.files("streamadv") / "lua" / "lib"
 LIBRARY: Final = "\n".join((_LIB / name).read_text() for name in ("sizes.lua", "slot_bytes.lua"))
@@ -46,7 +47,9 @@ def client() -> Any:
     return fakeredis.FakeRedis()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(histogram=HISTOGRAMS, unfilled=UNFILLED, totals=TOTALS, foreign=FOREIGN, limit=LIMITS)
 def test_python_reserves_what_lua_reserves(
     client: Any,

@@ -13,6 +13,7 @@ from streamadv.trainer.microbatch import MicroBatch
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.columns import EXTRA_DTYPES, KNOWN_COLUMNS
 from streamadv.trajectory.names import check_names
+from tests.shares import examples
 from tests.support import delivered_batch, join, producing, push_groups
 
 
@@ -26,7 +27,7 @@ def micro_batch(lengths: list[int], dtype: str = "<f4", shape: tuple[int, ...] =
     return MicroBatch(columns, lengths, [], {})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 6), max_size=5),
     dtype=st.sampled_from(sorted(EXTRA_DTYPES)),

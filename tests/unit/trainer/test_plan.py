@@ -15,6 +15,7 @@ from streamadv.grouping.layout import Layout
 from streamadv.trainer.plan import Rank, plan, share_of
 from streamadv.trajectory.columns import Array
 from streamadv.trajectory.members import offsets
+from tests.shares import examples
 from tests.support import CPU
 from tests.unit.grouping.layouts import StoredGroups
 
@@ -59,7 +60,7 @@ def batches(draw: st.DrawFn, least: int = 0) -> Rows:
     return Rows(tokens, draw(st.lists(numbers, min_size=len(tokens), max_size=len(tokens))))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(batch=batches(), world_size=st.integers(1, 5), budget=st.sampled_from([None, BUDGET, 40]))
 def test_every_row_is_planned_once_and_fits(batch: Rows, world_size: int, budget: int | None) -> None:
     ranks = batch.plan(world_size, budget)
@@ -78,7 +79,7 @@ def test_every_row_is_planned_once_and_fits(batch: Rows, world_size: int, budget
     assert batch.plan(world_size, budget) == ranks
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(batch=batches(least=1), world_size=st.integers(1, 5))
 def test_no_rank_has_an_empty_place_that_another_could_fill(batch: Rows, world_size: int) -> None:
     ranks = batch.plan(world_size, BUDGET)
@@ -91,7 +92,7 @@ def test_no_rank_has_an_empty_place_that_another_could_fill(batch: Rows, world_s
     assert any(all(rank) for rank in ranks), "no more micro-batches than the fullest rank needs"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     batch=batches(least=1),
     world_size=st.integers(1, 4),
@@ -144,7 +145,7 @@ def test_a_row_above_the_budget_is_an_error() -> None:
         Rows([[3], [17]], [0, 0]).plan(1, BUDGET)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 99), world_size=st.integers(1, 4), budget=st.sampled_from([None, 40, 20]))
 def test_shares_have_every_trajectory_once_without_those_left_out(
     seed: int, world_size: int, budget: int | None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import MicroBatch, PromptResponse
 from streamadv.trainer.queue import TrainerQueue
+from tests.shares import examples
 from tests.support import delivered_batch, join, next_batch, producing, push_groups, trajectory
 
 PAD = 77
@@ -35,7 +36,7 @@ def by_row(mb: MicroBatch, name: str) -> list[list[object]]:
     return [mb.columns[name][a:b].tolist() for a, b in pairwise(bounds)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), max_size=5))
 def test_rows_are_cut_at_their_first_trainable_token(masks: list[list[bool]]) -> None:
     mb = micro_batch(masks)

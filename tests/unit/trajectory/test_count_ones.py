@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from streamadv.trajectory.columns import count_ones
 from streamadv.trajectory.members import offsets
+from tests.shares import examples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lengths=st.lists(st.integers(1, 1200), max_size=8), chance=st.sampled_from([0.0, 0.5, 1.0]))
 def test_ones_of_every_segment(lengths: list[int], chance: float) -> None:
     bounds = offsets(np.array(lengths, np.int64))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from streamadv.errors import TrajectoryError
 from streamadv.trajectory.interchange import read_trajectories, recover, write_trajectory
 from streamadv.trajectory.schema import parse_trajectory
+from tests.shares import examples
 
 
 def record(group_id="g", rollout_index=0, **fields):
@@ -113,7 +114,7 @@ def test_a_bad_line_is_one_line_that_names_file_and_line(path, bad, problem):
     assert len(str(error.value)) < 1000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_damaged_files_give_trajectories_or_one_error(tmp_path_factory, data):
     whole = line("a", steps=[{"start": 1, "end": 3, "state_key": "ü"}]) + line("b", model_version=[1, 2])

@@ -16,6 +16,7 @@ from streamadv.errors import WireError
 from streamadv.trajectory.member_table import decode_table, encode_table
 from streamadv.trajectory.members import HAS_VERSION, MEMBER, NO_STATE, Members
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
+from tests.shares import examples
 from tests.support import members_in, members_problem
 
 COLUMNS = ("input_ids", "response_mask")
@@ -79,7 +80,7 @@ def listed(members: Members) -> list[Any]:
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(found=groups)
 def test_a_table_comes_back_from_its_bytes(found: list[dict[str, Any]]) -> None:
     trajectories = made(found)
@@ -90,7 +91,7 @@ def test_a_table_comes_back_from_its_bytes(found: list[dict[str, Any]]) -> None:
     assert members_problem(decoded, 1000 * len(trajectories)) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(found=groups)
 def test_members_say_what_their_trajectories_say(found: list[dict[str, Any]]) -> None:
     trajectories = made(found)
@@ -111,7 +112,7 @@ def test_members_say_what_their_trajectories_say(found: list[dict[str, Any]]) ->
         assert np.array_equal(members.staleness(4)[m], expected, equal_nan=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(found=groups, more=groups, chance=st.randoms())
 def test_members_are_joined_and_picked_one_by_one(
     found: list[dict[str, Any]], more: list[dict[str, Any]], chance: Any

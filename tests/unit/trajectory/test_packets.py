@@ -28,6 +28,7 @@ from streamadv.trajectory.packet_encoding import (
 )
 from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
+from tests.shares import examples
 from tests.support import ended, members_problem, packets_of, trajectory, unscored
 
 FLOAT_COLUMNS = [name for name, dtype in KNOWN_COLUMNS.items() if dtype.kind == "f"]
@@ -171,7 +172,7 @@ def extras_agree(items: Sequence[Trajectory]) -> bool:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(items=groups().filter(extras_agree))
 def test_everything_pushed_comes_back(items: list[Trajectory]) -> None:
     packets = packets_of(items, LIMIT)
@@ -206,7 +207,7 @@ def assert_first_comes_first(items: Sequence[Trajectory], packets: Sequence[Pack
                 assert sent.index(first) < sent.index(second)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(items=groups().filter(extras_agree), data=st.data())
 def test_members_of_a_packet_can_be_sent_alone(items: list[Trajectory], data: st.DataObject) -> None:
     for packet in packets_of(items, LIMIT):
@@ -333,7 +334,7 @@ def test_a_flipped_byte_in_the_header_ends_in_no_other_error(byte: int) -> None:
     assert (accepted > 0) == (byte not in b"\0\xff")  # these two are never JSON
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data(), item=trajectories())
 def test_cut_or_grown_columns_are_wire_errors(data: st.DataObject, item: Trajectory) -> None:
     stored, fields = received(packets_of([item], LIMIT)[0])

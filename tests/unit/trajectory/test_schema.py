@@ -21,6 +21,7 @@ from streamadv.trajectory.schema import (
     parse_trajectory,
     trajectory_json_schema,
 )
+from tests.shares import examples
 
 FLAT = {"group_id": "g", "group_size": 2, "rollout_index": 0, "reward": 1.0}
 FLAT |= {"input_ids": [5, 6, 7], "response_mask": [0, 1, 1]}
@@ -103,7 +104,7 @@ def same(left, right):
         assert all(a.extras[name].per_token == b.extras[name].per_token for name in a.extras)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(trajectories())
 def test_round_trip(trajectory):
     record = json.loads(json.dumps(trajectory.to_json()))
@@ -362,7 +363,7 @@ def test_usable_trajectories_have_a_row_others_need_none():
 def test_the_schema_accepts_whatever_parses():
     accepted = 0
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(st.sampled_from([*FLAT, "steps", "rows", "metadata", "model_version", "extra", "values"]), JSON)
     def try_one(field, value):
         nonlocal accepted

@@ -11,6 +11,7 @@ from streamadv.errors import TrajectoryError
 from streamadv.trajectory.adapters import FORMATS
 from streamadv.trajectory.adapters.chat import BOUNDARY_IDS, read_chat, tokenize_chat
 from streamadv.trajectory.schema import parse_trajectory
+from tests.shares import examples
 
 
 def system(text):
@@ -133,7 +134,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(MESSAGE, max_size=8))
 def test_steps_are_exactly_the_trainable_tokens(messages):
     messages = [*messages, assistant("end")]
