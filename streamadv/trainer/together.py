@@ -39,7 +39,7 @@ class Step:
 class Together:
     """One rank's part. All ranks make the same calls, of the same steps; a rank alone needs no process group.
 
-    number: of the queue, see `batch.job.count_queue`. pause: sleeps; raises when the queue is closed.
+    number: of the queue, see `batch.hold.count_queue`. pause: sleeps; raises when the queue is closed.
     """
 
     def __init__(self, run: str, rank: Rank, number: int, pause: Callable[[float], object]) -> None:
