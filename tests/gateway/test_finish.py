@@ -61,7 +61,7 @@ async def test_settings_do_not_change_under_a_gateway(
 ) -> None:
     change = ["runs", "change", "--redis", redis_url, "--run", run, "--max-bytes", "64mb"]
     with serving(talkative()) as engine:
-        async with playing(redis_url, run, engine) as gateway:
+        async with playing(redis_url, run, engine):
             assert await asyncio.to_thread(main, change) == 1
             assert f"run {run} is in use by producer " in capsys.readouterr().err
         assert await asyncio.to_thread(main, change) == 0
