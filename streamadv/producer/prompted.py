@@ -18,6 +18,7 @@ from ..store.waiting import Blocked, Wait
 from .admission import BeginCall
 from .checks import GroupRequest
 from .logic import ProducerLogic
+from .replies import OtherSizeError
 from .requests import STAGE, GroupCall, Pause, Steps
 from .tickets import GroupSpec, Ticket
 
@@ -78,7 +79,7 @@ class PromptedGroups:
             try:
                 self._admitting = leased
                 prompt = self._prompts.item(source, index)  # it may raise: before the group is begun
-                [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, BeginCall())
+                ticket = yield from self._begin(spec)
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
                 self._forget([leased])
@@ -90,6 +91,15 @@ class PromptedGroups:
                 self._admitting = None
             self._forget([leased])
             return prompt, ticket
+
+    def _begin(self, spec: GroupSpec) -> Steps[Ticket]:
+        """The first ticket of the group. One that was begun before a restart with another size keeps that one."""
+        admit, timeout = self._logic.admission.admit, self._request.timeout
+        try:
+            [ticket] = yield from admit(spec, timeout, BeginCall())
+        except OtherSizeError as open_one:
+            [ticket] = yield from admit(spec._replace(size=open_one.size), timeout, BeginCall())
+        return ticket
 
     def close(self) -> Steps[None]:
         """Nobody will ask for more."""
