@@ -98,7 +98,7 @@ class WeightsMissingError(StreamadvError, FileNotFoundError):
 
 
 class ProcessEndedError(StreamadvError):
-    """A child process of the demo or of a benchmark keeps ending, or does not move any more: see its log."""
+    """A child process of `up`, the demo, Ray or a benchmark keeps ending, or does not move any more: see its log."""
 
 
 class ProducerClosedError(StreamadvError):

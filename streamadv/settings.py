@@ -23,7 +23,7 @@ from .store.urls import PREFIX, complete_url, hide_password, secret_from
 
 NOT_SETTINGS: Final = ("DATA", "GOLDEN")  # folders of the tests' files
 #: Passwords of the users that `config acl` makes and of the page of `view`, and what signs keys of the gateway: see
-#: `credentials.secret_from`.
+#: `store.urls.secret_from`.
 SECRETS: Final = (
     "PRODUCER_PASSWORD",
     "PIPELINE_PASSWORD",

@@ -89,7 +89,7 @@ class RunPrompts:
         begun, ended, counters = _at_checkpoint(prompts, following, saved, progress.groups_saved)
         args = [progress.fence, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
         saved_in = progress.loaded_epoch if progress.loaded else progress.epoch
-        args += [-1 if progress.is_set_back else saved_in]
+        args += [-1 if progress.is_set_back else saved_in, saved.get("given_up", 0)]
         args += [len(following), len(counters), len(begun), *following]
         args += [part for pair in counters.items() for part in pair]
         kinds = {f"prompt_{kind}": prompts.name for kind in ("state", "entries", "again", "given_up")}
@@ -158,6 +158,7 @@ def _saved(stored: Stored) -> dict[str, Any]:
         "left": sorted(stored.entries),
         "ended": sorted(stored.ended),
         "counts": stored.counters,
+        "given_up": stored.given_up,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Final
 
 from .. import doors
@@ -97,8 +98,12 @@ def share_out(
     the next ceil(n / p) batches, as long as no other sources come.
     """
     least = min(quotas.values())
-    weights = {source: quotas.get(source, least) for source in {group.data_source or "" for group in fit}}
-    left = {source: int(batch_groups * weight / sum(weights.values())) for source, weight in weights.items()}
+    sources = {group.data_source or "" for group in fit}
+    weights = {
+        source: Fraction(str(quotas.get(source, least))) for source in sources
+    }  # exact: 0.29 is 29 of 100
+    total = sum(weights.values())
+    left = {source: int(batch_groups * weight / total) for source, weight in weights.items()}
     chosen: set[int] = set()
     for position, group in enumerate(fit):
         if left[group.data_source or ""] > 0:

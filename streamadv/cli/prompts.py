@@ -82,7 +82,9 @@ def show(arguments: argparse.Namespace) -> None:
         source = f"{line.source} " if line.source else ""
         tries = counted(line.tries, "try", "tries")
         print(
-            printable(f"  {source}{line.index}, epoch {line.epoch}: {line.state}, {tries} ({line.group_id})")
+            printable(
+                f"  {source}{line.index}, epoch {line.epoch + 1}: {line.state}, {tries} ({line.group_id})"
+            )
         )
     if seen:
         print("what the last groups have shown, over all epochs:")

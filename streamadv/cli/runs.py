@@ -181,7 +181,7 @@ def delete_one(arguments: argparse.Namespace) -> None:
 
 def _alive(status: Status) -> Iterator[str]:
     """Who would go on with the run."""
-    yield from (f"producer {producer.name}" for producer in status.producers if producer.state == "open")
+    yield from (f"producer {producer.name}" for producer in status.producers if producer.is_alive)
     for name, stream in status.streams.items():
         yield from (f"{stage_of(name)} {worker.name}" for worker in stream.workers if worker.alive)
     if status.trainer.in_charge:

@@ -18,7 +18,8 @@ from typing import Any, Final
 from .. import clock, metrics, tracing
 from ..messages import log_fields
 from ..metrics.instruments import EVALUATED, KEPT
-from ..prompts.stored import give_back_of_lost
+from ..prompts.spec import PREFIX
+from ..prompts.stored import carry_ends, give_back_of_lost
 from ..run import Run, Shard
 from ..run.consumer import GROUPER
 from ..run.dead_letters import trim_dead
@@ -120,6 +121,8 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
         record_grouped(run, dict(outcomes), since, dict(outcomes))
         ended += outcomes
         ids = ids[looked_at:]
+    if any(group_id.startswith(PREFIX) for group_id, _ in ended):
+        carry_ends(run)  # before a shard forgets the first ones
     return ended
 
 

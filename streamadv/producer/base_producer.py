@@ -138,10 +138,14 @@ class BaseProducer(Generic[GroupT, GroupsT, PromptedT]):
 
         The group has the id `prompt:<name>:<source>:<epoch>:<index>:<try>`, the source as `data_source`, and `prompt`
         (its index) and `epoch` in its metadata. Arguments and errors are those of `begin_group`; SettingError is also
-        raised for prompts that are not those of the run.
+        raised for prompts that are not those of the run, and for metadata with `prompt` or `epoch`.
         """
         if not isinstance(prompts, Prompts):
             raise SettingError(f"prompts is {brief(prompts)}, needs streamadv.Prompts(...)")
+        if isinstance(metadata, Mapping) and (taken := {"prompt", "epoch"} & metadata.keys()):
+            raise SettingError(
+                f"metadata has {brief(min(taken))}: the prompt's own stands there, use another name"
+            )
         request = GroupRequest(size, None, None, metadata, deadline_s, redundancy, timeout)
         return self._prompts(PromptedGroups(self._logic, prompts, request))
 

@@ -17,7 +17,7 @@ from ..store.scripts import ScriptCall
 from ..store.waiting import Blocked, Wait
 from .admission import BeginCall
 from .logic import ProducerLogic
-from .requests import STAGE, GroupCall, Pause, Steps
+from .requests import STAGE, GroupCall, OtherSizeError, Pause, Steps
 from .tickets import GroupRequest, GroupSpec, Ticket
 
 #: Seconds between two looks at how groups have ended, while there are prompts to play.
@@ -77,7 +77,7 @@ class PromptedGroups:
             try:
                 self._admitting = leased
                 prompt = self._prompts.item(source, index)  # it may raise: before the group is begun
-                [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, BeginCall())
+                ticket = yield from self._begin(spec)
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
                 self._forget([leased])
@@ -89,6 +89,15 @@ class PromptedGroups:
                 self._admitting = None
             self._forget([leased])
             return prompt, ticket
+
+    def _begin(self, spec: GroupSpec) -> Steps[Ticket]:
+        """The first ticket of the group. One that was begun before a restart with another size keeps that one."""
+        admit, timeout = self._logic.admission.admit, self._request.timeout
+        try:
+            [ticket] = yield from admit(spec, timeout, BeginCall())
+        except OtherSizeError as open_one:
+            [ticket] = yield from admit(spec._replace(size=open_one.size), timeout, BeginCall())
+        return ticket
 
     def close(self) -> Steps[None]:
         """Nobody will ask for more."""

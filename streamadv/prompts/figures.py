@@ -106,8 +106,8 @@ def by_prompt(prompts: PromptSet, ends: Iterable[End]) -> dict[tuple[str, int], 
 
 
 def seen(prompts: PromptSet, ends: Iterable[End]) -> TriesSeen:
-    """What these tries have shown together."""
-    tried = [end for end in ends if end.outcome not in ("requeued", "repeated")]
+    """What these tries have shown together. ends: in their order; the last one of a group counts."""
+    tried = list({end.group_id: end for end in ends if end.outcome not in ("requeued", "repeated")}.values())
     rewarded = [(end, found) for end in tried if (found := parse_figures(end.figures)) is not None]
     known = [found for _, found in rewarded]
     trained = sum(end.outcome == "trained" for end in tried)

@@ -124,7 +124,7 @@ def _period(name: str, select: Any, every: int | None, prompts: int) -> str:
 
 
 def _fingerprint(sources: Mapping[str, Source]) -> str:
-    """Of some prompts of each source: other data under the same lengths differ here."""
+    """Of 64 prompts of each source at most: other data under the same lengths differ here."""
     digest = hashlib.blake2b(digest_size=8)
     for name, source in sources.items():
         for number in _sampled(source):
@@ -147,5 +147,5 @@ def _sampled(source: Source) -> Sequence[int]:
 
 
 def _kind(value: Any) -> str:
-    """Of what JSON cannot say, the type: its text may be another one in each process."""
-    return type(value).__name__
+    """Of what JSON cannot say, the type: its text may be another one in each process. Of bytes all of them."""
+    return value.hex() if isinstance(value, bytes) else type(value).__name__

@@ -41,6 +41,8 @@ class Stored:
     """Prompts that have ended, and are not below `following`."""
     counters: dict[str, int]
     """'<what> <source> <epoch>' -> number."""
+    given_up: int
+    """How many prompts were ever given up."""
     shares: dict[str, float]
     """Of each source the weight by which its prompts are begun now."""
 
@@ -96,14 +98,18 @@ def read_sets(run: Run) -> list[PromptSet]:
 
 
 def read(run: Run, prompts: PromptSet) -> Stored:
-    """The set as it is now. A prompt may be begun or end between its two halves: `following` is read first.
+    """The set as it is now.
 
-    Both come over one connection, since a server that is replaced may have lost one of them.
+    It has two halves: both are read again if a prompt was begun or has ended meanwhile, since MULTI is refused above
+    maxmemory. They come over one connection, since a server that is replaced may have lost one of them.
     """
-    home, pipe = run.keys.home, run.connection.scripts.pipeline(transaction=False)
-    pipe.hgetall(home.prompt_state(prompts.name))
-    pipe.hgetall(home.prompt_entries(prompts.name))
-    state, stored = pipe.execute()
+    home, state, now = run.keys.home, None, {}
+    while state != now:
+        pipe = run.connection.scripts.pipeline(transaction=False)
+        pipe.hgetall(home.prompt_state(prompts.name))
+        pipe.hgetall(home.prompt_entries(prompts.name))
+        pipe.hgetall(home.prompt_state(prompts.name))
+        state, stored, now = pipe.execute()
     totals = prompts.totals
     entries, ended = {}, []
     for key, value in stored.items():
@@ -129,7 +135,8 @@ def read(run: Run, prompts: PromptSet) -> Stored:
         for weight, given in zip(selected, prompts.weights.values(), strict=True)
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
-    return Stored(prompts, born, following, entries, ended, counters, by_source)
+    given_up = as_count(state.get(b"given_up"))
+    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source)
 
 
 def as_number(value: bytes | None) -> float | None:

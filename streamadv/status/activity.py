@@ -154,7 +154,7 @@ def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:
 def _alive(run: Run) -> list[str]:
     now_ms = run.now_ms()
     session: Any = run.connection.scripts.hgetall(run.keys.home.session)
-    producers = any(producer.state in ("open", "serves") for producer in read_producers(run, now_ms))
+    producers = any(producer.is_alive for producer in read_producers(run, now_ms))
     ranks = any(rank.is_alive for rank in heard_ranks(as_texts(session), now_ms).values())
     return ["producer"] * producers + ["trainer"] * ranks
 

@@ -186,6 +186,11 @@ class ProducerState:
     rollouts: int | None = None  # of a gateway: open ones that it plays
     turn_s: int | None = None  # since the last turn of the one of these that has been silent for longest
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is heard of, and has neither finished nor gone."""
+        return self.state in ("open", "serves")
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:

@@ -81,7 +81,7 @@ def read_ends(run: Run) -> list[End]:
     """How the last groups of prompts have ended, up to 4,096 of each shard: for `by_source` and `by_prompt`."""
     ends = []
     for keys in run.keys.shards:
-        found: Any = run.connection.scripts.xrevrange(keys.prompt_ends)
+        found: Any = run.connection.scripts.xrange(keys.prompt_ends)
         ends += [end_of(fields.get(b"end", b"")) for _, fields in found]
     return ends
 
@@ -134,9 +134,11 @@ def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ())
             place = tuple(map(int, item.split()))
             failing[place[0] - 1][str(prompts.locate(*place)[2])] += 1
     counts = [_counts(stored, number) for number in range(1, len(prompts.sources) + 1)]
-    ended, again = (sum(sum(of[kind] for of in counts) for kind in kinds) for kinds in (ENDED, (AGAIN,)))
+    ended, again, skipped = (
+        sum(sum(of[kind] for of in counts) for kind in kinds) for kinds in (ENDED, (AGAIN,), ("skipped",))
+    )
     remaining = sum(prompts.totals) - ended
-    seconds = remaining * (ended + again) / ended / pace if pace and ended else None
+    seconds = remaining * (ended - skipped + again) / ended / pace if pace and ended else None
     lines = []
     for number, (source, length) in enumerate(prompts.sources.items(), 1):
         of = counts[number - 1]
@@ -148,7 +150,7 @@ def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ())
                 length,
                 prompts.epochs,
                 min(prompts.epochs - 1, stored.following[number - 1] // length),
-                by_reason(of, AGAIN),
+                by_reason(+of, AGAIN),
                 of[TRAINED],
                 by_reason(of, "filtered"),
                 by_reason(of, "given_up"),
@@ -182,7 +184,7 @@ def read_lines(run: Run, stored: Stored) -> list[PromptLine]:
         item = f"{source} {position}"
         if stored.is_of(item) and tried.isdigit():
             lines.append(_line(stored, item, int(tried), stored.prompts.retries, " ".join(outcome)))
-    for item, entry in sorted(stored.entries.items()):
+    for item, entry in sorted(stored.entries.items(), key=lambda each: list(map(int, each[0].split()))):
         tried, failures, nonce = entry.split(" ")[:3]
         state = "again" if nonce == NOBODY else "in play"
         lines.append(_line(stored, item, int(tried), int(failures), state))

@@ -1,6 +1,6 @@
 """A Redis or Valkey server on this machine: started on loopback, stopped by its own process id.
 
-The demo, `streamadv server` and the tests use it. Real runs bring their own server and its URL.
+`streamadv up`, `server` and `demo` use it, and the tests. Real runs bring their own server and its URL.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def serving(
 ) -> Iterator[str]:
     """Serve the page of a run; yields its address. The run, and its server, may come later.
 
-    Raises SettingError for a host of others without STREAMADV_VIEW_PASSWORD, or a port that is taken.
+    Raises SettingError for a wrong URL, a host of others without STREAMADV_VIEW_PASSWORD, or a port that is taken.
     """
     password = secret_from("VIEW_PASSWORD", os.environ)
     if password is None and not is_loopback(host):
@@ -38,6 +38,7 @@ def serving(
             f"--host {host} shows rollouts to others: set STREAMADV_VIEW_PASSWORD or STREAMADV_VIEW_PASSWORD_FILE, or "
             f"leave --host out and use `ssh -L {port or PORT}:127.0.0.1:{port or PORT}`"
         )
+    screens = Screens(url, run, tokenizer)
     listening = _listen(host, port)
     bound = listening.getsockname()[1]
     hosts = None if password else frozenset({"127.0.0.1", "localhost", "::1", host})
@@ -46,7 +47,6 @@ def serving(
     async def serve() -> None:
         over = asyncio.Event()
         ends.append(partial(asyncio.get_running_loop().call_soon_threadsafe, over.set))
-        screens = Screens(url, run, tokenizer)
         runner = web.AppRunner(make_app(screens, password, hosts), access_log=None, shutdown_timeout=END_S)
         await runner.setup()
         await web.SockSite(runner, listening).start()

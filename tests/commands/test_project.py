@@ -150,6 +150,7 @@ def until_line(process: subprocess.Popen[str], text: str) -> list[str]:
     seen: list[str] = []
     for line in process.stdout:
         seen.append(line)
+        print(line, end="")  # a test that times out shows how far it came
         if text in line:
             return seen
     raise AssertionError("".join(seen))

@@ -455,6 +455,11 @@ def test_at_a_terminal_the_page_stays_after_the_run(tmp_path: Path) -> None:
     os.close(terminal)
 
 
+def test_a_wrong_url_is_an_error_at_once(run: str) -> None:
+    with pytest.raises(SettingError, match="foo://server"):
+        serving("foo://server", run, port=0).__enter__()
+
+
 def test_a_wrong_tokenizer_is_an_error_at_once(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["view", "--run", run, "--tokenizer", "no/such.json"]) != 0
     assert "tokenizer no/such.json: there is no such file" in capsys.readouterr().err

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 import streamadv as sa
+from streamadv.cli import main
 from streamadv.cli.status import lines_of
 from streamadv.run import Run, open_run
 from streamadv.run.heartbeats import Attendance, is_over
@@ -52,6 +54,17 @@ async def test_producers_that_have_finished_end_a_run_before_a_gateway(redis_url
             group_all(joined)
             assert is_over(joined, attendance)
         assert states(joined) == ["finished"]  # the gateway has gone
+
+
+async def test_settings_do_not_change_under_a_gateway(
+    redis_url: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = ["runs", "change", "--redis", redis_url, "--run", run, "--max-bytes", "64mb"]
+    with serving(talkative()) as engine:
+        async with playing(redis_url, run, engine):
+            assert await asyncio.to_thread(main, change) == 1
+            assert f"run {run} is in use by producer " in capsys.readouterr().err
+        assert await asyncio.to_thread(main, change) == 0
 
 
 async def test_a_run_waits_for_launchers_until_they_have_finished(redis_url: str, run: str) -> None:

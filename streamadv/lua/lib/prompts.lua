@@ -4,11 +4,13 @@
 -- 'ended' alone stands for one that has ended while its position is not below
 -- `next` (it was set back). `prompt_state` has
 --   'next:<source>'   the first position that was never begun
+--   'back:<source>'   the highest 'next' that was set back
 --   'base'            the first try of a prompt that is begun now; it grows when prompts are set back
 --   'tries'           above every try there was
 --   'cursor:<shard>'  the last end of a group there that was carried here
 --   'branch'          of the trainer that has set them back last
 --   'born'            id of all this
+--   'given_up'        how many were ever given up: the order in `prompt_given_up`
 --   'selected'        the last period that weights were selected for; 'weight:<source>' these, 'from:<source>' `next` then
 --   other fields      counters: '<what> <source> <epoch>'
 -- KEYS  prompt_state, prompt_entries, prompt_again

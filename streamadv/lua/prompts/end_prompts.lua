@@ -23,12 +23,13 @@ end
 if ARGV[4] ~= ARGV[3] then redis.call('HSET', keys.prompt_state, cursor, ARGV[4]) end
 
 -- Entries of these prompts, as this call leaves them; false = none.
-local entries, changed, counts, next_of = {}, {}, {}, {}
+local entries, changed, counts, next_of, back_of = {}, {}, {}, {}, {}
 local ends, items = {}, {}
 for i = 7, #ARGV do
   local source, epoch, try, outcome, places = string.match(ARGV[i], '^(%d+) (%d+) (%d+) (%S+)(.*)$')
   next_of[source] = next_of[source] or number_of('next:' .. source)
-  local alike = {next = next_of[source], try = tonumber(try), outcome = outcome,
+  back_of[source] = back_of[source] or number_of('back:' .. source)
+  local alike = {next = next_of[source], back = back_of[source], try = tonumber(try), outcome = outcome,
     counter = ' ' .. source .. ' ' .. epoch}
   for position, number, solved in string.gmatch(places, ' (%d+)/?(%d*)/?(%d?)') do
     items[#items + 1] = source .. ' ' .. position
@@ -56,8 +57,14 @@ local function finish(it, what)
   count_up(what, it, 1)
 end
 
+-- A prompt that is played again because it was set back may have been counted in this epoch.
+local function note_result(it, is_solved)
+  if it.number and not (is_solved and it.position < it.of.back) then note_solved(skip_solved, it.number, is_solved) end
+end
+
 local function give_up(it)
   finish(it, 'given_up:' .. it.of.outcome)
+  note_result(it, false)
   local order = redis.call('HINCRBY', keys.prompt_state, 'given_up', 1)
   redis.call('ZADD', keys.prompt_given_up, whole(order), it.item .. ' ' .. whole(it.of.try) .. ' ' .. it.of.outcome)
   if redis.call('ZCARD', keys.prompt_given_up) > GIVEN_UP_KEPT then
@@ -98,7 +105,7 @@ for _, it in ipairs(ends) do
     -- It has ended, or is played under a later try.
   elseif IN_WEIGHTS[outcome] or FILTERS[outcome] then
     finish(it, FILTERS[outcome] and 'filtered:' .. outcome or 'trained')
-    if it.number then note_solved(skip_solved, it.number, it.is_solved) end
+    note_result(it, it.is_solved)
   elseif failures >= retries and is_fault then
     give_up(it)
   else

@@ -4,21 +4,21 @@
 -- fenced by session
 -- ARGV  fence; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
 --       epoch in which the checkpoint was saved (before prompts were set back, it is of a past that is not theirs), -1 if
---       it is older than what the run has committed; numbers of sources, counters, prompts that were begun and had not
+--       it is older than what the run has committed; how many prompts had been given up; numbers of sources, counters, prompts that were begun and had not
 --       ended, prompts that had ended above `next`; `next` of each source; each counter and its value; these prompts
 -- Returns  1 if something was set back, else 0
 -- include prompts
 local name, description, born, branch = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local sources, counters, begun = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local sources, counters, begun = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local following = {}
-for source = 1, sources do following[source] = tonumber(ARGV[9 + source]) end
+for source = 1, sources do following[source] = tonumber(ARGV[10 + source]) end
 local is_lost = born ~= '' and redis.call('HGET', keys.prompt_state, 'born') ~= born
 local is_older = tonumber(ARGV[6]) < number_of('branch') and redis.call('HGET', keys.prompt_state, 'branch') ~= branch
 if not (is_lost or is_older) then return 0 end
 
 -- What is begun from now on has ids of its own, if an older one may be among what has ended.
 local base = is_older and number_of('tries') or number_of('base')
-local at = 9 + sources
+local at = 10 + sources
 local to_play = {}
 for i = at + 2 * counters + 1, at + 2 * counters + begun do to_play[ARGV[i]] = true end
 local flat = redis.call('HGETALL', keys.prompt_entries)
@@ -44,16 +44,19 @@ if is_older then
   for i = 1, #flat, 2 do
     if string.find(flat[i], ' ', 1, true) then redis.call('HDEL', keys.prompt_state, flat[i]) end
   end
-  redis.call('DEL', keys.prompt_given_up)
+  redis.call('ZREMRANGEBYSCORE', keys.prompt_given_up, '(' .. ARGV[7], '+inf')
+  redis.call('HDEL', keys.prompt_state, 'selected')  -- weights are selected anew
 end
 for i = at + 1, at + 2 * counters, 2 do
   redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
 end
 for source, position in ipairs(following) do
-  redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position))
-  if number_of('from:' .. source) > position then redis.call('HSET', keys.prompt_state, 'from:' .. source, whole(position)) end
+  local back = math.max(number_of('back:' .. source), number_of('next:' .. source))
+  redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position), 'back:' .. source, whole(back))
+  if is_older then redis.call('HDEL', keys.prompt_state, 'weight:' .. source, 'from:' .. source) end
 end
-redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch)
+redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch,
+  'given_up', whole(math.max(number_of('given_up'), tonumber(ARGV[7]))))
 if born ~= '' then redis.call('HSET', keys.prompt_state, 'born', born) end
 note_try(base)
 redis.call('HSETNX', keys.prompts, name, description)

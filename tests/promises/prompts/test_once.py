@@ -192,6 +192,15 @@ def test_other_prompts_under_the_same_name_are_refused(redis_url: str, run: str)
                 next(producer.prompts(sa.Prompts(other, name="two"), SIZE))
 
 
+@pytest.mark.parametrize("name", ["prompt", "epoch"])
+def test_metadata_does_not_hide_which_prompt_it_is(name: str, redis_url: str, run: str) -> None:
+    with (
+        sa.Producer(redis_url, run) as producer,
+        pytest.raises(SettingError, match=f"metadata has '{name}': .* use another name"),
+    ):
+        next(producer.prompts(prompts(), SIZE, metadata={name: 7, "other": 8}))
+
+
 def test_prompts_are_leased_together_while_many_are_left(redis_url: str, run: str) -> None:
     many = sa.Prompts(range(1000), shuffle=None)
     with sa.Producer(redis_url, run) as producer, sa.Producer(redis_url, run) as other:

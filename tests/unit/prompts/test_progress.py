@@ -18,7 +18,7 @@ COUNTERS = {
 }
 SHARES = {"code": 1.0, "math": 2.0}
 ENTRIES = {"1 13": "0 0 nonce engine 1", "2 19": "1 1 -"}
-STORED = Stored(SET, "born", [14, 20], ENTRIES, [], COUNTERS, SHARES)
+STORED = Stored(SET, "born", [14, 20], ENTRIES, [], COUNTERS, 0, SHARES)
 
 
 def test_sources_and_the_time_to_the_end() -> None:
@@ -31,6 +31,19 @@ def test_sources_and_the_time_to_the_end() -> None:
     # 30 of 90 have ended by 36 groups: 60 more take 72 groups, at one in two seconds.
     assert code.seconds_left == math.seconds_left == 144
     assert "ends in about 2 min" in line_of(math)
+
+
+def test_what_is_left_out_as_solved_takes_no_group() -> None:
+    counters = COUNTERS | {"skipped 2 0": 3, "trained 2 0": 12}
+    skipping = Stored(SET, "born", [14, 20], ENTRIES, [], counters, 0, SHARES)
+    # 30 of 90 have ended by 33 groups: 60 more take 66 groups.
+    assert [line.seconds_left for line in progress_of(skipping, pace=0.5)] == [132, 132]
+
+
+def test_no_prompt_was_played_again_less_than_never() -> None:
+    """A dead group that is put back takes back a count, which a checkpoint may have taken back before."""
+    requeued = Stored(SET, "born", [14, 20], ENTRIES, [], {"again:dead 1 0": -1}, 0, SHARES)
+    assert progress_of(requeued)[0].failures == {}
 
 
 def test_without_a_pace_there_is_no_time_to_the_end() -> None:
@@ -57,5 +70,5 @@ def test_a_prompt_that_fails_everywhere_is_named() -> None:
 def test_a_set_is_over_when_what_follows_has_ended_before() -> None:
     """A server that has lost its last writes hears how prompts ended that it has not begun."""
     late = ["2 58", "2 59"]
-    assert Stored(SET, "born", [30, 58], {}, late, {}, SHARES).is_over
-    assert not Stored(SET, "born", [30, 58], {}, late[1:], {}, SHARES).is_over
+    assert Stored(SET, "born", [30, 58], {}, late, {}, 0, SHARES).is_over
+    assert not Stored(SET, "born", [30, 58], {}, late[1:], {}, 0, SHARES).is_over
