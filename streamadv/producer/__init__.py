@@ -4,15 +4,14 @@ The steps of a producer are generators without I/O: they yield requests and rece
 asyncio producer only carry the requests out. In reading order:
 
 - `base_producer.py`, `producer.py`, `async_producer.py`: the producers that users open. `requests.py`: the requests,
-  and the one place where a request is sent again.
+  what the scripts answer, and the one place where a request is sent again.
 - `logic.py`: the parts of a producer, and its heartbeat. `membership.py`: its place in the run.
-- `admission.py`: asks whether a group may begin. `replies.py`: reads the scripts' answers. `announcements.py`: waits
-  until the trainer makes room.
-- `tickets.py`: the right to push a rollout. `checks.py`: checks what callers pass.
-- `slots.py`: this process's view of a group's slots. `base_group.py`, `group.py`, `async_group.py`: groups and
-  rollouts. `failures.py`: why rollouts failed.
-- `records.py`: reads a plain record. `extra_columns.py`: extra columns, of a push and of a group. `encode.py`,
-  `push.py`: what a push sends, in slices. `resend.py`: pushes again to a server that has lost data. `sender.py`: sends
+- `admission.py`: asks whether a group may begin. `announcements.py`: waits until the trainer makes room.
+  `prompted.py`: leases prompts and begins their groups.
+- `tickets.py`: the right to push a rollout.
+- `base_group.py`, `group.py`, `async_group.py`: groups, their slots and rollouts. `failures.py`: why rollouts failed.
+- `records.py`: reads a plain record. `extra_columns.py`: extra columns, of a push and of a group. `push.py`:
+  what a push sends, in slices. `resend.py`: pushes again to a server that has lost data. `sender.py`: sends
   several pushes in one call, from one caller or from many tasks.
 """
 

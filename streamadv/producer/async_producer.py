@@ -109,7 +109,7 @@ class AsyncProducer(
     async def _prompts(self, prompted: PromptedGroups) -> AsyncGenerator[tuple[Any, AsyncGroup], None]:
         try:
             while (found := await self._drive(prompted.next())) is not None:
-                yield found[0], AsyncGroup(self, found[1])
+                yield found[0], prompted.given(AsyncGroup(self, found[1]))
         finally:
             with suppress(StreamadvError, *RETRYABLE):
                 await self._drive(prompted.close(), patient=False)

@@ -92,6 +92,11 @@ class Slots:
         return [index for index in self.indices if index not in taken]
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has begun to play the group, here or elsewhere."""
+        return not (self.started or self.ended or self.handed_out)
+
+    @property
     def unfinished(self) -> list[int]:
         """Slots that only this process can still end."""
         gone = self.ended | self.handed_out

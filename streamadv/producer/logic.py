@@ -24,7 +24,7 @@ from .resend import ResendWindow
 from .tickets import GroupRequest, Ticket
 
 if TYPE_CHECKING:
-    from .prompted import PromptedGroups
+    from .prompted import Given, PromptedGroups
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class ProducerLogic:
         self.admission = Admission(self.membership, self._resend)
         self.pushes = Pushes(self.membership, self.admission, self._resend)
         self.prompted: list[PromptedGroups] = []  # iterators over prompts that may hold some
+        self.given: list[Given] = []  # groups of prompts that nobody may have begun to play
         self._due = -math.inf  # the next heartbeat
         self._has_failed = False  # the one before
         self._unheard: Reason | None = NO_ANSWER  # why no server has heard that it leaves
@@ -101,6 +102,10 @@ class ProducerLogic:
         for prompted in list(self.prompted):
             if membership.finished or membership.closed or prompted.is_left:
                 yield from prompted.give_back()
+        if membership.closed:
+            for given in self.given:
+                yield from given.prompted.take_back(given)
+            self.given = []
         yield from self.admission.withdraw()
         leaves = membership.closed and membership.last_word == "serves"
         if has_all and membership.finished and not leaves:

@@ -99,6 +99,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
                     groups.forget()
                 for prompted in self._logic.prompted:
                     prompted.forget()
+                self._logic.given = []
                 self._logic.admission.lines.forget()
                 self._start_heart()
 
@@ -145,7 +146,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
     def _prompts(self, prompted: PromptedGroups) -> Iterator[tuple[Any, Group]]:
         try:
             while (found := self._drive(prompted.next())) is not None:
-                yield found[0], Group(self, found[1])
+                yield found[0], prompted.given(Group(self, found[1]))
         finally:
             with suppress(StreamadvError, *RETRYABLE):
                 self._drive(prompted.close(), patient=False)

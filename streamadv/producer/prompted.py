@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from .. import clock, doors, metrics
 from ..errors import GroupEndedError, RunEndedError
@@ -20,10 +20,24 @@ from .logic import ProducerLogic
 from .requests import STAGE, GroupCall, OtherSizeError, Pause, Steps
 from .tickets import GroupRequest, GroupSpec, Ticket
 
+if TYPE_CHECKING:
+    from .base_group import BaseGroup, Slots
+
+G = TypeVar("G", bound="BaseGroup[Any]")
+
 #: Seconds between two looks at how groups have ended, while there are prompts to play.
 CARRY_S: Final = 1.0
 #: Of a lease: so many that its entry is longer than 64 bytes, and servers keep the entries in a table, not in a list.
 NONCE_BYTES: Final = 28
+
+
+class Given(NamedTuple):
+    """A group that the user has. Its prompt goes to somebody else if the producer leaves before anybody plays it."""
+
+    prompted: PromptedGroups
+    lease: Lease
+    call: BeginCall
+    slots: Slots
 
 
 class PromptedGroups:
@@ -45,6 +59,7 @@ class PromptedGroups:
         self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: tuple[Lease, ...] = ()  # not begun yet; another thread may give them back
         self._admitting: Lease | None = None  # the one that is being begun
+        self._last: tuple[Lease, BeginCall]  # the one that was begun last
         self._is_loop = False  # somebody loops over it: the run does not end while there is more for him
         self.is_left = False  # nobody will ask for more
         logic.prompted.append(self)
@@ -77,7 +92,7 @@ class PromptedGroups:
             try:
                 self._admitting = leased
                 prompt = self._prompts.item(source, index)  # it may raise: before the group is begun
-                ticket = yield from self._begin(spec)
+                ticket = yield from self._begin(leased, spec)
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
                 self._forget([leased])
@@ -90,14 +105,28 @@ class PromptedGroups:
             self._forget([leased])
             return prompt, ticket
 
-    def _begin(self, spec: GroupSpec) -> Steps[Ticket]:
+    def _begin(self, leased: Lease, spec: GroupSpec) -> Steps[Ticket]:
         """The first ticket of the group. One that was begun before a restart with another size keeps that one."""
-        admit, timeout = self._logic.admission.admit, self._request.timeout
+        admit, timeout, call = self._logic.admission.admit, self._request.timeout, BeginCall()
         try:
-            [ticket] = yield from admit(spec, timeout, BeginCall())
+            [ticket] = yield from admit(spec, timeout, call)
         except OtherSizeError as open_one:
-            [ticket] = yield from admit(spec._replace(size=open_one.size), timeout, BeginCall())
+            [ticket] = yield from admit(spec._replace(size=open_one.size), timeout, call)
+        self._last = leased, call
         return ticket
+
+    def given(self, group: G) -> G:
+        """This group, of the prompt that `next` has returned, which the user gets now."""
+        logic = self._logic
+        logic.given = [each for each in logic.given if each.slots.is_untouched]
+        logic.given.append(Given(self, *self._last, group._slots))
+        return group
+
+    def take_back(self, given: Given) -> Steps[None]:
+        """A producer leaves whose user has not begun to play this group: somebody else does it."""
+        if given.slots.is_untouched:
+            self._logic.admission.leave_unclaimed(given.call, given.slots.ticket.group_id)
+            yield give_back(self._home, self._prompts.set.name, [given.lease])
 
     def close(self) -> Steps[None]:
         """Nobody will ask for more."""

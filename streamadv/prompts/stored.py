@@ -103,7 +103,9 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     It has two halves: both are read again if a prompt was begun or has ended meanwhile, since MULTI is refused above
     maxmemory. They come over one connection, since a server that is replaced may have lost one of them.
     """
-    home, state, now = run.keys.home, None, {}
+    home = run.keys.home
+    state: Any = None
+    now: Any = {}
     while state != now:
         pipe = run.connection.scripts.pipeline(transaction=False)
         pipe.hgetall(home.prompt_state(prompts.name))

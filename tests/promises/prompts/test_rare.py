@@ -22,11 +22,10 @@ from streamadv.prompts.figures import TriesSeen, by_source
 from streamadv.prompts.stored import carry_ends, check_requeue, give_back_of_lost, read_sets
 from streamadv.run import Run
 from streamadv.run.dead_letters import requeue
-from streamadv.run.heartbeats import PRODUCER_TIMEOUT_S
 from streamadv.run.run import Shard
 from streamadv.status.prompts import read_ends, read_lines, read_progress
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import Forward, group_all, heartbeat, join, make_overdue, producing
+from tests.support import group_all, join, make_overdue, producing
 
 from .test_back import CHAIN, play, queue_of, train, trained_of
 from .test_once import SIZE, prompts, record, stored
@@ -105,28 +104,30 @@ def test_ends_of_many_groups_that_expire_at_once_are_carried(redis_url: str, run
 def test_groups_may_have_another_size_after_a_restart(redis_url: str, run: str) -> None:
     """Else no producer begins anything, until the deadline of the old groups: an hour."""
     with sa.Producer(redis_url, run, name="engine") as producer:
-        next(producer.prompts(prompts(epochs=1), SIZE))
+        _, group = next(producer.prompts(prompts(epochs=1), SIZE))
+        group.tickets[0].to_json()  # somebody plays it, and dies
     with sa.Producer(redis_url, run, name="engine") as producer:
         assert give_back_of_lost(join(redis_url, run), {b"engine": 10**15}) == 1  # as groupers do
-        assert next(producer.prompts(prompts(epochs=1), SIZE + 1))
+        _, again = next(producer.prompts(prompts(epochs=1), SIZE + 1))
+        assert (again.group_id, again.size) == (group.group_id, SIZE)
 
 
-def test_what_a_producer_had_begun_that_has_gone_is_there_for_others(
-    redis_url: str, run: str, forward: Forward, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_played_elsewhere", [False, True])
+def test_a_group_that_nobody_plays_is_there_for_others_once_its_producer_leaves(
+    redis_url: str, run: str, is_played_elsewhere: bool
 ) -> None:
     """An error in the loop ends it in good order. Its group would hold up the run until its deadline: an hour."""
-    monkeypatch.setattr(streamadv.producer.logic, "HEARTBEAT_S", 3600.0)
+    with suppress(ZeroDivisionError), sa.Producer(redis_url, run) as producer:
+        for _, group in producer.prompts(prompts(epochs=1), SIZE):
+            if is_played_elsewhere:
+                group.tickets[0].to_json()
+            raise ZeroDivisionError
+    found = stored(join(redis_url, run))
+    assert len(found.of("-")) == (0 if is_played_elsewhere else 1)
+    assert len(found.entries) == 1
     with sa.Producer(redis_url, run) as other:
-        with suppress(ZeroDivisionError), sa.Producer(redis_url, run) as producer:
-            for _ in producer.prompts(prompts(epochs=1), SIZE):
-                raise ZeroDivisionError
-        joined = join(redis_url, run)
-        rounds = Housekeeping(joined)
-        for _ in range(12):
-            rounds.round()
-            forward(PRODUCER_TIMEOUT_S / 5)
-            heartbeat(other)
-        assert len(stored(joined).of("-")) == 1
+        _, again = next(other.prompts(prompts(epochs=1), SIZE))
+    assert (again.group_id == group.group_id) is not is_played_elsewhere
 
 
 # Figures
