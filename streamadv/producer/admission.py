@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 from .. import doors, metrics, tracing
 from ..errors import GroupEndedError, SettingError
 from ..messages import brief, log_fields, one_line
+from ..prompts.spec import PREFIX
 from ..run.manifest import MAX_DEADLINE_S
 from ..store.reasons import Reason
 from ..store.replies import as_count
@@ -141,6 +142,15 @@ class Admission:
                         f"group {spec.group_id} has ended: a run has each group_id once, begin another one under "
                         "another id"
                     )
+                if (
+                    reply[0] == b"mismatch"
+                    and spec.group_id.startswith(PREFIX)
+                    and int(reply[1]) != spec.size
+                ):
+                    spec = spec._replace(
+                        size=int(reply[1])
+                    )  # begun before a restart with another size: it has that one
+                    continue
                 check_group_reply(reply, spec)
                 shard = self._membership.shard_of(spec.group_id)
                 reason = refusal(reply, shard if self._membership.shards > 1 else None)

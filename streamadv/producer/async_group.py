@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 
 class AsyncRollout(BaseRollout):
-    """A `Rollout` whose `push` and `fail` are awaited.
+    """One rollout of a group. It ends once: pushed, failed or cancelled.
 
-    `async with rollout:` also turns the cancellation of its task into a cancelled rollout.
+    `async with rollout:` takes the newest model version for it and turns an exception inside into `fail`, the
+    cancellation of its task into a cancelled rollout; the exception is not swallowed.
+
+    It has `group_id`, `rollout_index`, `model_version` (the newest one known when it was started), `ticket`, and says
+    whether it has `ended` or is `cancelled`; `push` and `fail` are those of `Rollout`, awaited.
     """
 
     _producer: AsyncProducer
@@ -68,10 +72,14 @@ class AsyncRollout(BaseRollout):
 
 
 class AsyncGroup(BaseGroup[AsyncRollout]):
-    """A `Group` whose `run`, `push`, `cancel` and `touch` are awaited.
+    """An admitted group: an iterable of its rollouts, and what can be done with it as a whole.
 
-    Left by an exception, its `async with` block waits for rollouts that other tasks play inside `async with rollout`,
-    so that the error of one does not cost its siblings.
+    Leaving `async with producer.group(...) as group:` fails the rollouts that are not pushed, except those whose
+    tickets were handed out. Left by an exception, it waits for rollouts that other tasks play inside `async with
+    rollout`, so that the error of one does not cost its siblings.
+
+    It has `group_id`, `size` (usable rollouts that make it complete), `model_version` (at its admission), `tickets`,
+    and `failures`; `push`, `cancel` and `touch` are those of `Group`, awaited.
     """
 
     _producer: AsyncProducer

@@ -17,7 +17,7 @@ from ..store.scripts import ScriptCall
 from ..store.waiting import Blocked, Wait
 from .admission import BeginCall
 from .logic import ProducerLogic
-from .requests import STAGE, GroupCall, OtherSizeError, Pause, Steps
+from .requests import STAGE, GroupCall, Pause, Steps
 from .tickets import GroupRequest, GroupSpec, Ticket
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class PromptedGroups:
             try:
                 self._admitting = leased
                 prompt = self._prompts.item(source, index)  # it may raise: before the group is begun
-                ticket = yield from self._begin(leased, spec)
+                call = BeginCall()
+                [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, call)
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
                 self._forget([leased])
@@ -103,17 +104,8 @@ class PromptedGroups:
             finally:
                 self._admitting = None
             self._forget([leased])
+            self._last = leased, call
             return prompt, ticket
-
-    def _begin(self, leased: Lease, spec: GroupSpec) -> Steps[Ticket]:
-        """The first ticket of the group. One that was begun before a restart with another size keeps that one."""
-        admit, timeout, call = self._logic.admission.admit, self._request.timeout, BeginCall()
-        try:
-            [ticket] = yield from admit(spec, timeout, call)
-        except OtherSizeError as open_one:
-            [ticket] = yield from admit(spec._replace(size=open_one.size), timeout, call)
-        self._last = leased, call
-        return ticket
 
     def given(self, group: G) -> G:
         """This group, of the prompt that `next` has returned, which the user gets now."""

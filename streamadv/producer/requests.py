@@ -265,14 +265,6 @@ LOST_GROUPS_FIRST: Final = Reason(
 NO_WEIGHTS: Final = Reason("no_weights", "no trainer has named weights yet")
 
 
-class OtherSizeError(TrajectoryError):
-    """The group is open with another size than the caller's."""
-
-    def __init__(self, message: str, size: int) -> None:
-        super().__init__(message)
-        self.size = size
-
-
 def is_over_share(reply: Reply) -> bool:
     """Whether a shard has its share of the groups that may be ahead of the trainer."""
     return list(reply[:2]) == [b"busy", b"max_staleness"]
@@ -299,7 +291,7 @@ def check_group_reply(reply: Reply, spec: GroupSpec) -> None:
                 f"role is {spec.role}, group {spec.group_id} is open with role {role}: evaluate in groups of their "
                 "own, begun with role='eval'"
             )
-        raise OtherSizeError(f"group_size is {spec.size}, group {spec.group_id} is open with {size}", size)
+        raise TrajectoryError(f"group_size is {spec.size}, group {spec.group_id} is open with {size}")
     if list(reply[:2]) == [b"busy", b"group_bytes"]:
         slot_bytes, limit = int(float(reply[2])), int(float(reply[3]))
         raise SettingError(

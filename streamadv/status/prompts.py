@@ -81,8 +81,8 @@ def read_ends(run: Run) -> list[End]:
     """How the last groups of prompts have ended, up to 4,096 of each shard: for `by_source` and `by_prompt`."""
     ends = []
     for keys in run.keys.shards:
-        found: Any = run.connection.scripts.xrange(keys.prompt_ends)
-        ends += [end_of(fields.get(b"end", b"")) for _, fields in found]
+        found: Any = run.connection.scripts.xrevrange(keys.prompt_ends)
+        ends += [end_of(fields.get(b"end", b"")) for _, fields in reversed(found)]
     return ends
 
 

@@ -13,16 +13,10 @@
 --   'given_up'        how many were ever given up: the order in `prompt_given_up`
 --   'selected'        the last period that weights were selected for; 'weight:<source>' these, 'from:<source>' `next` then
 --   other fields      counters: '<what> <source> <epoch>'
--- KEYS  prompt_state, prompt_entries, prompt_again
+-- KEYS  prompt_entries, prompt_again
 local NOBODY, GONE = '-', 'ended'
 
 local function whole(number) return string.format('%d', number) end
-
-local function number_of(field) return tonumber(redis.call('HGET', keys.prompt_state, field) or '') or 0 end
-
-local function note_try(try)
-  if try >= number_of('tries') then redis.call('HSET', keys.prompt_state, 'tries', whole(try + 1)) end
-end
 
 -- Try and failures of an entry, and the nonce of its lease; nil for a prompt that has none.
 local function read_entry(item)

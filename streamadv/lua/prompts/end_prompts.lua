@@ -10,6 +10,7 @@
 --       rewards are the best, else 0>'
 -- Returns  the last entry known: another one than the caller's if nothing was changed
 -- include prompts
+-- include prompt_state
 -- include prompt_solved
 local GIVEN_UP_KEPT = 1000
 local FILTERS = {zero_variance = true, difficulty = true}

@@ -13,6 +13,7 @@
 --          {'over'}     all have ended
 --          {'unknown'}  the run has no such set, or another one
 -- include prompts
+-- include prompt_state
 local mode, nonce, owner = ARGV[3], ARGV[4], ARGV[5]
 if redis.call('HGET', keys.prompts, ARGV[1]) ~= ARGV[2] then return {'unknown'} end
 

@@ -4,10 +4,12 @@
 -- fenced by session
 -- ARGV  fence; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
 --       epoch in which the checkpoint was saved (before prompts were set back, it is of a past that is not theirs), -1 if
---       it is older than what the run has committed; how many prompts had been given up; numbers of sources, counters, prompts that were begun and had not
---       ended, prompts that had ended above `next`; `next` of each source; each counter and its value; these prompts
+--       it is older than what the run has committed; how many prompts had been given up; numbers of sources, counters,
+--       prompts that were begun and had not ended, prompts that had ended above `next`; `next` of each source; each
+--       counter and its value; these prompts
 -- Returns  1 if something was set back, else 0
 -- include prompts
+-- include prompt_state
 local name, description, born, branch = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local sources, counters, begun = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local following = {}
@@ -44,7 +46,9 @@ if is_older then
   for i = 1, #flat, 2 do
     if string.find(flat[i], ' ', 1, true) then redis.call('HDEL', keys.prompt_state, flat[i]) end
   end
-  redis.call('ZREMRANGEBYSCORE', keys.prompt_given_up, '(' .. ARGV[7], '+inf')
+  for _, since in ipairs(redis.call('ZRANGEBYSCORE', keys.prompt_given_up, '(' .. ARGV[7], '+inf')) do
+    redis.call('ZREM', keys.prompt_given_up, since)
+  end
   redis.call('HDEL', keys.prompt_state, 'selected')  -- weights are selected anew
 end
 for i = at + 1, at + 2 * counters, 2 do
