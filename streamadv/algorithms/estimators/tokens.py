@@ -42,16 +42,11 @@ def gae(batch: PackedBatch, *, gamma: Share = 1.0, lam: Share = 0.95, mask_aware
 def gae_scan(
     rewards: Tensor, values: Tensor, tokens: Trainable, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N] float32: GAE of rewards and values [N] over the tokens that count, 0 elsewhere."""
-    if kernels.on_cpu(values):
-        advantages, returns = (np.empty(len(values), np.float32) for _ in range(2))
-        arrays = map(kernels.as_array, (rewards, values, tokens.mask, tokens.offsets))
-        kernels.gae(*arrays, float(gamma), float(lam), advantages, returns)
-        return torch.from_numpy(advantages), torch.from_numpy(returns)
-    v_t = values.to(torch.float64)
-    delta_t = rewards + gamma * upcoming(v_t, tokens) - v_t
-    a_t = reverse_scan(delta_t, gamma * lam, tokens)
-    return a_t.to(torch.float32), tokens.only(a_t + v_t).to(torch.float32)
+    """(advantages, returns) [N] float32: GAE of rewards and values [N] over the tokens that count, 0 elsewhere.
+
+    V-trace of data from the policy itself: all ratios are 1.
+    """
+    return vtrace_scan(rewards, values, None, tokens, gamma, lam=lam, rho_clip=1.0, pg_rho_clip=1.0)
 
 
 # V-trace: values and advantages corrected for data from another policy (Espeholt et al., arXiv:1802.01561).
@@ -102,7 +97,7 @@ def vtrace(
 def vtrace_scan(
     rewards: Tensor,
     values: Tensor,
-    log_ratio: Tensor,
+    log_ratio: Tensor | None,
     tokens: Trainable,
     gamma: float,
     *,
@@ -111,14 +106,19 @@ def vtrace_scan(
     pg_rho_clip: float,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N] float32: V-trace of columns [N] over the tokens that count, 0 elsewhere."""
+    """(advantages, returns) [N] float32: V-trace of columns [N] over the tokens that count, 0 elsewhere.
+
+    log_ratio None: all ratios are 1.
+    """
     if kernels.on_cpu(values):
-        arrays = map(kernels.as_array, (rewards, values, log_ratio, tokens.mask, tokens.offsets))
+        columns = map(kernels.as_array, (rewards, values))
+        ratios = None if log_ratio is None else kernels.as_array(log_ratio)
         options = map(float, (gamma, lam, rho_clip, pg_rho_clip, alpha))
-        advantages, targets = (np.empty(len(values), np.float32) for _ in range(2))
-        kernels.vtrace(*arrays, *options, advantages, targets)
-        return torch.from_numpy(advantages), torch.from_numpy(targets)
-    v_t, rho = values.to(torch.float64), log_ratio.to(torch.float64).clamp(-20, 20).exp()
+        results = [np.empty(len(values), np.float32) for _ in range(2)]
+        kernels.vtrace(*columns, ratios, *map(kernels.as_array, tokens), *options, *results)
+        return torch.from_numpy(results[0]), torch.from_numpy(results[1])
+    v_t = values.to(torch.float64)
+    rho = torch.ones_like(v_t) if log_ratio is None else log_ratio.to(torch.float64).clamp(-20, 20).exp()
     bootstrap = upcoming(v_t, tokens)
     e_t = vtrace_errors(rewards, v_t, bootstrap, rho, gamma, tokens, lam=lam, rho_clip=rho_clip, alpha=alpha)
     target = bootstrap + lam * upcoming(e_t, tokens)
