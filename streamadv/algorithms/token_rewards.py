@@ -53,6 +53,7 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """[N] float32: `rewards` [K] added at the last trainable token of their spans start .. end, if they have one."""
-    last = torch.searchsorted(tokens.before, tokens.before[end]) - 1  # that counts before `end`; -1 without any
+    before = tokens.before
+    last = torch.searchsorted(before, before[end]) - 1  # the last that counts before `end`, -1 without any
     inside = torch.where(last >= start, rewards, 0.0)
     return keyed_sum(inside, last + 1, len(tokens.mask) + 1)[1:].to(torch.float32)
