@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Generalised advantage estimation (Schulman et al., arXiv:1506.02438, eq. 16).
-
-
 @estimator("gae", scope="row", level="token", needs=("response_mask", "values", "token_level_rewards"))
 def gae(batch: PackedBatch, *, gamma: Share = 1.0, lam: Share = 0.95, mask_aware: bool = True) -> Estimate:
     """delta_t = R_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns A + V.
+
+    Generalised advantage estimation, Schulman et al., arXiv:1506.02438, eq. 16.
 
     Args:
       batch: with response_mask, values and token_level_rewards [N].
@@ -49,9 +48,6 @@ def gae_scan(
     return vtrace_scan(rewards, values, None, tokens, gamma, lam=lam, rho_clip=1.0, pg_rho_clip=1.0)
 
 
-# V-trace: values and advantages corrected for data from another policy (Espeholt et al., arXiv:1802.01561).
-
-
 VTRACE_NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
 
 
@@ -66,6 +62,8 @@ def vtrace(
     alpha: float = 1.0,
 ) -> Estimate:
     """e_t = rho'_t (R_t + gamma V_{t+1} - V_t) + gamma c_t e_{t+1}; returns vs_t = V_t + e_t.
+
+    Values and advantages corrected for data from another policy, Espeholt et al., arXiv:1802.01561.
 
     A_t = min(pg_rho_clip, rho_t) (R_t + gamma (lam vs_{t+1} + (1 - lam) V_{t+1}) - V_t), with rho_t = pi_old /
     pi_rollout, rho'_t = min(rho_clip, rho_t), c_t = lam * min(1, rho_t). t runs over trainable tokens; the value after
@@ -144,11 +142,6 @@ def vtrace_errors(
     return scan_blocks(delta, discount * lam * cut, tokens)
 
 
-# Optimal token baseline: the variance-minimal baseline at every position of a group's responses. As in verl's
-# optimal_token_baseline and tir_optimal_token_baseline: samples weigh by the accumulated squared norm of the score
-# function, w_t = 1 - 2 pi(a_t) + sum_a pi(a)^2.
-
-
 BASELINE_NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_squared")
 
 
@@ -161,6 +154,9 @@ def optimal_token_baseline(
     epsilon: NotNegative = 1e-8,
 ) -> Estimate:
     """A_t = G_t - b_t, b_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon), W_t = w_1 + .. + w_t.
+
+    The variance-minimal baseline, as in verl's optimal_token_baseline and tir_optimal_token_baseline: samples weigh by
+    the accumulated squared norm of the score function, w_t = 1 - 2 pi(a_t) + sum_a pi(a)^2.
 
     G_t is the undiscounted return from t on. The sums run over the rows of the group with a trainable token at t. If
     the batch has the column rollout_is_weights, w_t is multiplied by its square. A row alone in its group has
