@@ -60,39 +60,69 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @kernel
-def scan(values, coefficients, mask, offsets, result):
-    """x_t = values_t + coefficients_t * x_{t+1} over a row's tokens that count; 0 at the others."""
+def scan(values, coefficient, coefficients, mask, offsets, result):
+    """x_t = values_t + c_t * x_{t+1} over a row's tokens that count; 0 at the others.
+
+    c is `coefficients`, or `coefficient` if they are None. x_t is computed from x_{t+2}, so that the processor works
+    on two tokens side by side.
+    """
     for row in range(len(offsets) - 1):
-        ahead = 0.0
+        here = slice(offsets[row], offsets[row + 1])
+        value, counted, x = values[here], mask[here], result[here]
+        factors = None if coefficients is None else coefficients[here]
+        ahead = beyond = next_value = next_c = 0.0  # x_{t+1}, x_{t+2}
+        for t in range(len(x) - 1, -1, -1):
+            if counted[t]:
+                c = coefficient if factors is None else factors[t]
+                ahead, beyond = value[t] + c * next_value + c * next_c * beyond, ahead
+                next_value, next_c = np.float64(value[t]), c
+                x[t] = ahead
+            else:
+                x[t] = 0
+
+
+@kernel
+def credit(rewards, mask, offsets, result):
+    """Rewards at tokens that do not count move to the previous one that does; a NaN there is no reward."""
+    for row in range(len(offsets) - 1):
+        pending = 0.0
         for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
             if mask[t]:
-                ahead = values[t] + coefficients[t] * ahead
-                result[t] = ahead
+                result[t] = rewards[t] + pending
+                pending = 0.0
             else:
                 result[t] = 0
+                if abs(rewards[t]) > 0:
+                    pending += rewards[t]
 
 
 @kernel
 def vtrace(
     rewards, values, log_ratio, mask, offsets, gamma, lam, rho_clip, pg_rho_clip, alpha, advantages, targets
 ):
-    """V-trace, see `estimators.vtrace`; without `log_ratio` (None) all ratios are 1, which is GAE."""
+    """V-trace, see `estimators.vtrace`; without `log_ratio` (None) all ratios are 1, unclipped: GAE."""
     for row in range(len(offsets) - 1):
+        here = slice(offsets[row], offsets[row + 1])
+        reward, value, counted = rewards[here], values[here], mask[here]
+        advantage, target = advantages[here], targets[here]
+        ratio = None if log_ratio is None else log_ratio[here]
         error = following = 0.0
-        for t in range(offsets[row + 1] - 1, offsets[row] - 1, -1):
-            if not mask[t]:
-                advantages[t] = 0
-                targets[t] = 0
+        for t in range(len(value) - 1, -1, -1):
+            if not counted[t]:
+                advantage[t] = target[t] = 0
                 continue
-            rho = 1.0 if log_ratio is None else math.exp(min(max(np.float64(log_ratio[t]), -20.0), 20.0))
-            clipped, cut = min(rho_clip, rho), min(1.0, rho)
-            if alpha != 1:
-                clipped, cut = (1 - alpha) * rho + alpha * clipped, (1 - alpha) * rho + alpha * cut
-            v = np.float64(values[t])
-            advantages[t] = min(pg_rho_clip, rho) * (rewards[t] + gamma * (following + lam * error) - v)
-            error = clipped * (rewards[t] + gamma * following - v) + gamma * lam * cut * error
+            weight = clipped = cut = 1.0
+            if ratio is not None:
+                rho = math.exp(min(max(np.float64(ratio[t]), -20.0), 20.0))
+                weight, clipped, cut = min(pg_rho_clip, rho), min(rho_clip, rho), min(1.0, rho)
+                if alpha != 1:
+                    clipped, cut = (1 - alpha) * rho + alpha * clipped, (1 - alpha) * rho + alpha * cut
+            v = np.float64(value[t])
+            delta = reward[t] + gamma * following - v
+            advantage[t] = weight * (delta + gamma * lam * error)
+            error = clipped * delta + gamma * lam * cut * error
             following = v
-            targets[t] = v + error
+            target[t] = v + error
 
 
 @kernel

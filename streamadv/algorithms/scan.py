@@ -29,10 +29,11 @@ def reverse_scan(values: Tensor, coefficients: Tensor | float, tokens: Trainable
     """
     if not kernels.on_cpu(values):
         return tokens.only(scan_blocks(values, coefficients, tokens)).to(values.dtype)
-    factors = torch.as_tensor(coefficients, dtype=torch.float64).expand(len(values))
-    array, *others = map(kernels.as_array, (values, factors, *tokens))
+    array, *others = map(kernels.as_array, (values, *tokens))
+    each = kernels.as_array(coefficients) if isinstance(coefficients, torch.Tensor) else None
+    factor = float(coefficients) if each is None else 0.0
     scanned = np.empty_like(array)
-    kernels.scan(array, *others, scanned)
+    kernels.scan(array, factor, each, *others, scanned)
     return torch.from_numpy(scanned)
 
 

@@ -109,7 +109,7 @@ class Trainable(NamedTuple):
     @property
     def before(self) -> Tensor:
         """[N + 1] int64: how many tokens count before each one, and at last in all."""
-        return torch.nn.functional.pad(self.mask.cumsum(0), (1, 0))
+        return torch.nn.functional.pad(self.mask, (1, 0)).cumsum(0)
 
     def only(self, values: Tensor) -> Tensor:
         """[N]: `values` at the tokens that count, 0 elsewhere."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..extras import torch
+from . import kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
 from .segments import Trainable, keyed_sum
@@ -37,6 +40,11 @@ def credited(batch: PackedBatch) -> Tensor:
 
 def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
     """[N]: `rewards` [N], those at tokens that do not count moved to the previous one that does; NaN there is none."""
+    if kernels.on_cpu(rewards):
+        array, *others = map(kernels.as_array, (rewards, *tokens))
+        moved = np.empty_like(array)
+        kernels.credit(array, *others, moved)
+        return torch.from_numpy(moved)
     without_nan = torch.where(tokens.mask | (rewards.abs() > 0), rewards, 0.0).to(torch.float64)
     all_tokens = tokens._replace(mask=torch.ones_like(tokens.mask))
     next_is_masked = (~tokens.mask.roll(-1) & ~ends_row(tokens)).to(torch.float64)

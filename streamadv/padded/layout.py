@@ -11,7 +11,7 @@ from ..algorithms.arguments import Labels
 from ..algorithms.packed import PackedBatch, Steps
 from ..algorithms.packed_checks import BUILT
 from ..algorithms.packing import by_number, numbered, numbered_array
-from ..algorithms.segments import Trainable, as_bool, tokens_where
+from ..algorithms.segments import Trainable, tokens_where
 
 
 def padded_tokens(mask: Tensor) -> Trainable:
@@ -74,13 +74,14 @@ def as_batch(
     def laid_out(tensor: Tensor) -> Tensor:
         return tensor if index is None else tensor.index_select(0, order)
 
-    token_columns = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
+    counted = tokens.mask.view(torch.uint8).view(rows, width)
+    token_columns = {} if columns is None else {"response_mask": counted, **columns}
     row_rewards = torch.zeros(rows, device=device) if rewards is None else rewards
     none = row_numbers[:0]
     batch = PackedBatch(
         cu_seqlens=tokens.offsets,
         row_trajectory=row_numbers,
-        row_trainable=laid_out(tokens.counts),
+        row_trainable=laid_out(counted.sum(1, dtype=torch.int32)).to(torch.int64),
         trajectory_group=group,
         rewards=laid_out(row_rewards).to(torch.float64),
         baseline=row_numbers < 0,
