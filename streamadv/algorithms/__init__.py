@@ -6,7 +6,7 @@ In reading order:
   `packed_checks` (what must hold of one), `segments` (sums and moments, which tokens count) and `scan` (reverse
   recurrences, turns). `kernels` are the compiled loops on a CPU; the function that calls a kernel has the same in
   torch, for other devices, beside it.
-- The maths by subject: `rewards`, `token_rewards`, `length_penalties`, `whitening`, `kl`, `off_policy`,
+- The maths by subject: `rewards`, `token_rewards`, `whitening`, `kl`, `off_policy`,
   `chain_metrics`.
 - `registry` and `estimators` turn rewards into advantages: `outcomes`, `steps`, `tokens`, by what has a number each.
 - `chain` composes all of it from a configuration: `config` and `presets`, then the steps in their order: `rewards`,

@@ -10,7 +10,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -183,32 +182,21 @@ def _components_of(members: Members) -> dict[str, Tensor]:
 def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> Steps:
     """The steps of `members`, counted in the batch. States are numbered in order of appearance."""
     steps = members.steps
-    if not len(steps):
-        return _no_steps()
     trajectory = np.repeat(np.arange(len(members)), members.table["steps"])
     row = first_row[trajectory] + steps["row"]
     start, end = cu_seqlens[row] + steps["start"], cu_seqlens[row] + steps["end"]
     state = np.full(len(steps), -1, np.int64)
     has_state = steps["state"] != NO_STATE
     state[has_state] = numbered_array(steps["state"][has_state])
-    return _packed_steps(trajectory, row, start, end, steps["reward"], state)
-
-
-def _packed_steps(trajectory: Any, row: Any, start: Any, end: Any, rewards: Any, state: Any) -> Steps:
     return Steps(
         trajectory=_tensor(trajectory, np.int64),
         row=_tensor(row, np.int64),
         start=_tensor(start, np.int64),
         end=_tensor(end, np.int64),
-        rewards=_tensor(rewards, np.float64),
+        rewards=_tensor(steps["reward"], np.float64),
         state=_tensor(state, np.int64),
-        num_tokens=int(sum(end) - sum(start)),
+        num_tokens=int((end - start).sum()),
     )
-
-
-@cache  # most batches have none
-def _no_steps() -> Steps:
-    return _packed_steps([], [], [], [], [], [])
 
 
 def _column(name: str, column: Array | Tensor, num_tokens: int) -> Tensor:

@@ -29,12 +29,11 @@ def reverse_scan(values: Tensor, coefficients: Tensor | float, tokens: Trainable
     """
     if not kernels.on_cpu(values):
         return tokens.only(scan_blocks(values, coefficients, tokens)).to(values.dtype)
-    array, mask, offsets = map(kernels.as_array, (values, tokens.mask, tokens.offsets))
+    array, *others = map(kernels.as_array, (values, *tokens))
+    each = kernels.as_array(coefficients) if isinstance(coefficients, torch.Tensor) else None
+    factor = float(coefficients) if each is None else 0.0
     scanned = np.empty_like(array)
-    if isinstance(coefficients, torch.Tensor):
-        kernels.scan_varying(array, kernels.as_array(coefficients), mask, offsets, scanned)
-    else:
-        kernels.scan(array, float(coefficients), mask, offsets, scanned)
+    kernels.scan(array, factor, each, *others, scanned)
     return torch.from_numpy(scanned)
 
 
@@ -95,14 +94,9 @@ def turn_returns(rewards: Tensor, tokens: Trainable, gamma: float) -> Tensor:
     The return of ROLL's agentic_reinforce: time advances by one per turn. `rewards` [N] at other tokens do not count.
     Same dtype as the rewards.
     """
-    if kernels.on_cpu(rewards):
-        array, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
-        returns = np.empty_like(array)
-        kernels.turn_returns(array, mask, offsets, gamma, returns)
-        return torch.from_numpy(returns)
     last = _ends_turn(tokens)
-    step = torch.where(last, gamma, 1.0)
-    return reverse_scan(torch.where(last, rewards, 0.0), step, tokens)
+    steps = torch.ones(len(last), dtype=torch.float64, device=last.device).masked_fill(last, gamma)
+    return reverse_scan(torch.where(last, rewards, 0.0), steps, tokens)
 
 
 def _ends_turn(tokens: Trainable) -> Tensor:

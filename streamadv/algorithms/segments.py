@@ -104,8 +104,12 @@ class Trainable(NamedTuple):
     @property
     def counts(self) -> Tensor:
         """[R] int64: tokens of each row that count."""
-        before = torch.nn.functional.pad(self.mask.cumsum(0), (1, 0))  # how many count before each token
-        return before[self.offsets].diff()
+        return self.before[self.offsets].diff()
+
+    @property
+    def before(self) -> Tensor:
+        """[N + 1] int64: how many tokens count before each one, and at last in all."""
+        return torch.nn.functional.pad(self.mask, (1, 0)).cumsum(0)
 
     def only(self, values: Tensor) -> Tensor:
         """[N]: `values` at the tokens that count, 0 elsewhere."""

@@ -15,7 +15,7 @@ from ..extras import torch
 from . import kernels
 from .packed import PackedBatch
 from .scan import ends_row, reverse_scan
-from .segments import Trainable
+from .segments import Trainable, keyed_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,9 +41,9 @@ def credited(batch: PackedBatch) -> Tensor:
 def credited_rewards(rewards: Tensor, tokens: Trainable) -> Tensor:
     """[N]: `rewards` [N], those at tokens that do not count moved to the previous one that does; NaN there is none."""
     if kernels.on_cpu(rewards):
-        array, mask, offsets = map(kernels.as_array, (rewards, tokens.mask, tokens.offsets))
+        array, *others = map(kernels.as_array, (rewards, *tokens))
         moved = np.empty_like(array)
-        kernels.credit(array, mask, offsets, moved)
+        kernels.credit(array, *others, moved)
         return torch.from_numpy(moved)
     without_nan = torch.where(tokens.mask | (rewards.abs() > 0), rewards, 0.0).to(torch.float64)
     all_tokens = tokens._replace(mask=torch.ones_like(tokens.mask))
@@ -61,14 +61,7 @@ def row_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 def _place(tokens: Trainable, rewards: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """[N] float32: `rewards` [K] added at the last trainable token of their spans start .. end, if they have one."""
-    size = len(tokens.mask)
-    if kernels.on_cpu(rewards):
-        column = np.empty(size, np.float32)
-        kernels.place(*map(kernels.as_array, (rewards, start, end, tokens.mask)), column)
-        return torch.from_numpy(column)
-    placed = rewards.new_zeros(size)
-    position = torch.arange(size, device=placed.device)
-    last = torch.cummax(torch.where(tokens.mask, position, -1), 0).values  # at or before each token
-    at = torch.cat([last.new_full((1,), -1), last])[end]
-    inside = torch.where(at >= start, rewards, 0.0)
-    return placed.index_put_((at.clamp(min=0),), inside, accumulate=True).to(torch.float32)
+    before = tokens.before
+    last = torch.searchsorted(before, before[end]) - 1  # the last that counts before `end`, -1 without any
+    inside = torch.where(last >= start, rewards, 0.0)
+    return keyed_sum(inside, last + 1, len(tokens.mask) + 1)[1:].to(torch.float32)

@@ -270,8 +270,8 @@ def start(
         *_named(run, "grouper", ["grouper"], groupers),
         *_named(run, "advantage", ["advantage", *imports], workers),
     ]
-    for each in scorers:
-        wanted += _named(run, each.scorer, each.words, each.actors)
+    for scorer in scorers:
+        wanted += _named(run, scorer.scorer, scorer.words, scorer.actors)
     if not ray.is_initialized():
         ray.init()
     there = set(_names(namespace))
@@ -284,13 +284,25 @@ def start(
         for name, words, options in wanted
     }
     started = {name: handle for name, handle in handles.items() if name not in there}
-    more = _more_than_asked(run, there - handles.keys(), {_stage_of(run, name) for name in handles})
+    stages = {_stage_of(run, name) for name in handles}
+    own_before = (name for name in there - handles.keys() if name.startswith(f"{run}:"))
+    more = sorted(name for name in own_before if _stage_of(run, name) in stages)
+    if more:
+        fields = log_fields("more_actors", run=run, role="ray")
+        text = "%s were started before and go on: Actors.reduce ends workers of a stage above so many"
+        logger.warning(text, ", ".join(more), extra=fields)
     handles |= {name: ray.get_actor(name, namespace) for name in more}
     _first_handles.update({(namespace, name): handle for name, handle in started.items()})
     actors = Actors(run, handles, namespace)
     try:
         actors.wait_until_ready(wait_s)
-        _check_commands(actors, {name: _command(words, url, run) for name, words, _ in wanted})
+        commands = {name: _command(words, url, run) for name, words, _ in wanted}
+        for each in actors.health():
+            if each.command and each.command != commands.get(each.name, each.command):
+                raise SettingError(
+                    f"actor {each.name} is there with `{each.command}`, not `{commands[each.name]}`: "
+                    f"stop it first, by connect({run!r}).stop()"
+                )
     except BaseException:
         Actors(run, started, namespace).stop(ANSWER_S)
         raise
@@ -301,16 +313,6 @@ def start(
 
 def _stage_of(run: str, name: str) -> str:
     return name.removeprefix(f"{run}:").rpartition("-")[0]
-
-
-def _more_than_asked(run: str, names: set[str], stages: set[str]) -> list[str]:
-    """Those of `names` that are of the run and of a stage that is started; they are named in a warning."""
-    more = sorted(name for name in names if name.startswith(f"{run}:") and _stage_of(run, name) in stages)
-    if more:
-        fields = log_fields("more_actors", run=run, role="ray")
-        text = "%s were started before and go on: Actors.reduce ends workers of a stage above so many"
-        logger.warning(text, ", ".join(more), extra=fields)
-    return more
 
 
 def connect(run: str | None = None, *, namespace: str = NAMESPACE) -> Actors:
@@ -333,6 +335,7 @@ class WorkerActor:
     """Keeps one worker process. A thread starts it, and looks after it until `stop`."""
 
     def __init__(self, name: str, words: Sequence[str], url: str, run: str) -> None:
+        own = str(Path(ray.__file__).parent)  # Ray has put folders of its own into the search path
         port = os.environ.get("STREAMADV_METRICS_PORT", "0")
         self._port = free_port() if port == "0" else int(port)
         self._host = os.environ.get("STREAMADV_METRICS_HOST", LOOPBACK)
@@ -340,7 +343,7 @@ class WorkerActor:
             **environment_with(url, os.environ),
             "STREAMADV_RUN": run,
             "STREAMADV_METRICS_PORT": str(self._port),
-            "PYTHONPATH": os.pathsep.join(_search_path()),
+            "PYTHONPATH": os.pathsep.join(each for each in sys.path if each and not each.startswith(own)),
         }
         node = ray.util.get_node_ip_address()
         self._health = ActorHealth(
@@ -367,8 +370,14 @@ class WorkerActor:
             return health
         if self._worker.waits:
             return replace(health, state="restarting", detail=self._last_line)
-        problem = self._problem()
-        return replace(health, state="ready") if problem is None else replace(health, detail=problem)
+        host = LOOPBACK if self._host in ("0.0.0.0", "::") else self._host
+        try:
+            with urllib.request.urlopen(f"http://{host}:{self._port}/readyz", timeout=READY_S):
+                return replace(health, state="ready")
+        except urllib.error.HTTPError as error:
+            return replace(health, detail=error.read(1000).decode(errors="replace").strip())
+        except OSError:
+            return replace(health, detail="its process is starting")
 
     def stop(self) -> None:
         """End the worker in order; returns when it has ended."""
@@ -390,17 +399,6 @@ class WorkerActor:
         self._worker.wait()
         self._health = replace(self._health, state="stopped")
 
-    def _problem(self) -> str | None:
-        """Why the worker cannot do its work now; None if it can."""
-        host = LOOPBACK if self._host in ("0.0.0.0", "::") else self._host
-        try:
-            with urllib.request.urlopen(f"http://{host}:{self._port}/readyz", timeout=READY_S):
-                return None
-        except urllib.error.HTTPError as error:
-            return error.read(1000).decode(errors="replace").strip()
-        except OSError:
-            return "its process is starting"
-
     def _show(self, line: str, _is_stderr: bool) -> None:
         self._last_line = line
         _say(line)
@@ -409,12 +407,6 @@ class WorkerActor:
 def _say(line: str) -> None:
     """One line to the actor's log, which Ray shows in the driver."""
     os.write(2, f"{line}\n".encode(errors="backslashreplace"))
-
-
-def _search_path() -> Iterator[str]:
-    """Where this process finds modules, without what Ray has put there for itself."""
-    own = str(Path(ray.__file__).parent)
-    return (folder for folder in sys.path if folder and not folder.startswith(own))
 
 
 def _command(words: Sequence[str], url: str, run: str) -> str:
@@ -454,13 +446,3 @@ def _answer_of(name: str, call: Any, timeout_s: float) -> ActorHealth:
     except RayActorError as error:
         lines = str(error).strip().splitlines()  # the last one has the cause
         return ActorHealth(name, "stopped", f"the actor has ended: {lines[-1].strip()}")
-
-
-def _check_commands(actors: Actors, wanted: Mapping[str, str]) -> None:
-    """Raise SettingError for an actor that was there and does something else."""
-    for each in actors.health():
-        if each.command and each.command != wanted.get(each.name, each.command):
-            raise SettingError(
-                f"actor {each.name} is there with `{each.command}`, not `{wanted[each.name]}`: "
-                f"stop it first, by connect({actors.run!r}).stop()"
-            )

@@ -153,8 +153,8 @@ class QueueDataSource:
         folder = self._folder(self.args.load, version)
         if folder.exists():
             return read_state(folder)
-        earlier = [at for at in _versions(folder.parent) if at < version]
-        since = max(earlier, default=0)
+        names = (path.name.removeprefix("streamadv_") for path in folder.parent.glob("streamadv_*"))
+        since = max((int(name) for name in names if name.isdecimal() and int(name) < version), default=0)
         fields = log_fields("state_made_up", role="slime", batch=version)
         logger.warning(
             "%s is missing: the save was broken off; batches %d to %d are in the model", folder, since, version - 1,
@@ -190,7 +190,9 @@ def rollout(args: Any, rollout_id: int, data_source: QueueDataSource, evaluation
         evaluation,
         "evaluation is asked for: set eval_function_path to slime's, or evaluate by producers of the run",
     )
-    package = _package()
+    package = next((name for name in ("miles", "slime") if name in sys.modules), None)  # the one that calls
+    if package is None:
+        raise SettingError("neither slime nor miles is imported: they call this function by its path")
     sample = import_module(f"{package}.utils.types").Sample
     batch = data_source.next_batch(rollout_id)
     groups: dict[str, list[Any]] = {}
@@ -200,9 +202,9 @@ def rollout(args: Any, rollout_id: int, data_source: QueueDataSource, evaluation
     for number, group in enumerate(groups.values()):
         for made in group:
             made.group_index = number
-    names = {name: number for number, name in enumerate(_rollouts(groups.values()))}
+    names: dict[str, int] = {}
     for made in (made for group in groups.values() for made in group):
-        made.rollout_id = names[made.metadata["trajectory"]]
+        made.rollout_id = names.setdefault(made.metadata["trajectory"], len(names))
     missing = int(args.global_batch_size) - len(names)
     filling = [_nothing(sample, len(names) + number) for number in range(missing)]
     samples = [*groups.values(), *([filling] if filling else [])]
@@ -335,10 +337,6 @@ def _one_value(row: dict[str, Tensor], name: str) -> float:
     return float(values[0])
 
 
-def _rollouts(groups: Any) -> list[str]:
-    return list(dict.fromkeys(made.metadata["trajectory"] for group in groups for made in group))
-
-
 def _nothing(sample: type[Any], rollout_id: int) -> Any:
     """A sample that adds nothing to a loss."""
     return sample(
@@ -346,16 +344,3 @@ def _nothing(sample: type[Any], rollout_id: int) -> Any:
         loss_mask=[0], rollout_log_probs=[0.0], status=sample.Status.COMPLETED,
         metadata={ADVANTAGE: 0.0, "group_id": "", "trajectory": ""}, remove_sample=True,
     )  # fmt: skip
-
-
-def _versions(folder: Path) -> list[int]:
-    names = (path.name.removeprefix("streamadv_") for path in folder.glob("streamadv_*"))
-    return [int(name) for name in names if name.isdecimal()]
-
-
-def _package() -> str:
-    """Which of them calls: the one that is imported."""
-    found = [name for name in ("miles", "slime") if name in sys.modules]
-    if not found:
-        raise SettingError("neither slime nor miles is imported: they call this function by its path")
-    return found[0]

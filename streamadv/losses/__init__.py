@@ -17,11 +17,24 @@ from .. import extras
 
 extras.require_torch("streamadv.losses")
 
-from .distillation import distill, distill_top_k
-from .rows import gmpo, gspo, row_clip, vespo
+from .policy import (
+    cispo,
+    clip_cov,
+    dppo,
+    dro,
+    gmpo,
+    gspo,
+    icepop,
+    kl_cov,
+    ppo_clip,
+    reinforce,
+    row_clip,
+    sapo,
+    topr,
+    vespo,
+)
 from .sums import AGGREGATIONS, Aggregation, Loss, aggregate
-from .terms import entropy, high_entropy_mask, sft, sum_pi_squared, value_clip
-from .tokens import cispo, clip_cov, dppo, dro, icepop, kl_cov, ppo_clip, reinforce, sapo, topr
+from .terms import distill, distill_top_k, entropy, high_entropy_mask, sft, sum_pi_squared, value_clip
 
 __all__ = [
     "AGGREGATIONS",

@@ -32,8 +32,9 @@ from .. import extras
 
 extras.require_torch("streamadv.padded")
 
-from ..algorithms import kl, length_penalties
+from ..algorithms import kl
 from ..algorithms import off_policy as correction
+from ..algorithms import rewards as shaping
 from . import entrance
 from .advantage import (
     apply_kl_penalty,
@@ -108,8 +109,8 @@ adapted_coefficient = entrance.checked(kl.adapted_coefficient)
 approx_kl = entrance.differentiable(kl.approx_kl)
 full_kl = entrance.differentiable(kl.full_kl)
 m2po_mask = entrance.checked(correction.m2po_mask)
-overlong_penalty = entrance.checked(length_penalties.overlong_penalty)
-truncation_penalty = entrance.checked(length_penalties.truncation_penalty)
+overlong_penalty = entrance.checked(shaping.overlong_penalty)
+truncation_penalty = entrance.checked(shaping.truncation_penalty)
 
 __all__ = [
     "RatioFilter",

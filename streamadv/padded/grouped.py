@@ -115,9 +115,7 @@ def compute_opo_outcome_advantage(
 
     A group of one gives 0 (verl: its reward), and so does a group without trainable tokens (verl: NaN).
     """
-    advantages, returns = _outcome(
-        "opo", token_level_rewards, response_mask, index, _alone(peer_quirks), counted=True
-    )
+    advantages, returns = _outcome("opo", token_level_rewards, response_mask, index, _alone(peer_quirks))
     if peer_quirks is None:
         return advantages, returns
     lengths, size = group_scores(response_mask.sum(1), None, index)
@@ -164,7 +162,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 ) -> Pair:
     """r - mean(group) on trainable tokens, whitened over them; a group of one has 0 before whitening (verl: r)."""
     name = "reinforce_plus_plus_baseline"
-    return _outcome(name, token_level_rewards, response_mask, index, _alone(peer_quirks), counted=True)
+    return _outcome(name, token_level_rewards, response_mask, index, _alone(peer_quirks))
 
 
 @checked
@@ -198,7 +196,7 @@ def compute_gdpo_outcome_advantage(
     if config is not None or non_tensor_batch is not None:
         weights = _weights(config or {}, peer_quirks)
         components = _components(list(weights), non_tensor_batch or {}, response_mask)
-    packed, order = as_batch(response_mask, index=index, counted=True)
+    packed, order = as_batch(response_mask, index=index)
     rows = gdpo(
         replace(packed, components={name: values.double()[order] for name, values in components.items()}),
         weights=weights,
@@ -265,11 +263,10 @@ def _outcome(
     response_mask: Tensor,
     index: Labels,
     options: Mapping[str, Any],
-    counted: bool = False,
 ) -> Pair:
-    """An outcome estimator over row sums of the rewards; `counted` if it reads how many trainable tokens a row has."""
+    """An outcome estimator over row sums of the rewards."""
     scores = row_rewards(token_level_rewards, response_mask)
-    batch, order = as_batch(response_mask, rewards=scores, index=index, counted=counted)
+    batch, order = as_batch(response_mask, rewards=scores, index=index)
     rows = get_estimator(estimator).function(batch, **options).advantages
     return _on_tokens(ungrouped(rows, order), response_mask)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ..algorithms.arguments import Labels
 from ..algorithms.packed import PackedBatch, Steps
 from ..algorithms.packed_checks import BUILT
 from ..algorithms.packing import by_number, numbered, numbered_array
-from ..algorithms.segments import Trainable, as_bool, tokens_where
+from ..algorithms.segments import Trainable, tokens_where
 
 
 def padded_tokens(mask: Tensor) -> Trainable:
@@ -50,7 +49,6 @@ def as_batch(
     columns: Mapping[str, Tensor] | None = None,
     rewards: Tensor | None = None,
     index: Labels | None = None,
-    counted: bool = False,
 ) -> tuple[PackedBatch, Tensor]:
     """A padded batch as a packed one of B one-row trajectories; padding becomes masked tokens.
 
@@ -59,14 +57,13 @@ def as_batch(
       columns: [B, T] per name; None leaves out response_mask too.
       rewards: [B]; None = 0.
       index: [B] group labels; None = every row is a group.
-      counted: False leaves row_trainable at -1 (unknown), which saves a pass over the mask.
 
     Returns:
       The batch, and the order [B] of the padded rows in it, which `ungrouped` and `to_padded` need.
     """
     rows, width = mask.shape
-    device = mask.device
-    offsets, row_numbers, not_known, is_baseline = _rows(rows, width, device)
+    tokens, device = padded_tokens(mask), mask.device
+    row_numbers = torch.arange(rows, device=device)
     order, group, groups = row_numbers, row_numbers, rows
     if index is not None:
         numbers = label_numbers(index).numpy()
@@ -77,36 +74,24 @@ def as_batch(
     def laid_out(tensor: Tensor) -> Tensor:
         return tensor if index is None else tensor.index_select(0, order)
 
-    token_columns = {} if columns is None else {"response_mask": as_bool(mask).view(torch.uint8), **columns}
-    row_trainable = laid_out(Trainable(mask.reshape(-1), offsets).counts) if counted else not_known
+    counted = tokens.mask.view(torch.uint8).view(rows, width)
+    token_columns = {} if columns is None else {"response_mask": counted, **columns}
     row_rewards = torch.zeros(rows, device=device) if rewards is None else rewards
+    none = row_numbers[:0]
     batch = PackedBatch(
-        cu_seqlens=offsets,
+        cu_seqlens=tokens.offsets,
         row_trajectory=row_numbers,
-        row_trainable=row_trainable,
+        row_trainable=laid_out(counted.sum(1, dtype=torch.int32)).to(torch.int64),
         trajectory_group=group,
         rewards=laid_out(row_rewards).to(torch.float64),
-        baseline=is_baseline,
-        steps=_no_steps(device),
+        baseline=row_numbers < 0,
+        steps=Steps(none, none, none, none, none.double(), none, num_tokens=0),
         num_tokens=rows * width,
         num_groups=groups,
         columns={name: laid_out(column).reshape(-1) for name, column in token_columns.items()},
         layout=BUILT,
     )
     return batch, order
-
-
-@lru_cache(maxsize=16)
-def _rows(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows from the shape: offsets, numbers of the rows, -1 and False for each row. Nobody writes to them."""
-    numbers = torch.arange(rows + 1, device=device)
-    return numbers * width, numbers[:-1], torch.full((rows,), -1, device=device), numbers[:-1] < 0
-
-
-@lru_cache(maxsize=16)
-def _no_steps(device: torch.device) -> Steps:
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return Steps(none, none, none, none, none.double(), none, num_tokens=0)
 
 
 def to_padded(values: Tensor, order: Tensor, shape: torch.Size) -> Tensor:

@@ -20,7 +20,7 @@ from ..algorithms.arguments import (
     Values,
     Versions,
 )
-from ..algorithms.length_penalties import difficulty_factor, length_factor
+from ..algorithms.rewards import difficulty_factor, length_factor
 from ..algorithms.segments import segment_max, segment_min, spread
 from ..errors import OptionError
 from .entrance import checked, unchecked

@@ -23,7 +23,7 @@ WITH_EXTRAS = (
     "integrations",
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
     *("archive.rewind", "archive.late", "archive.compare", "archive.table"),
-    *("algorithms.arguments", "algorithms.kernels.loops"),
+    "algorithms.arguments",
     *(
         f"gateway.{name}"
         for name in (

@@ -10,10 +10,9 @@ from ...errors import TrajectoryError
 from ...extras import torch
 from ..chain_metrics import MEAN_KL, Metric, fraction, mean, summary
 from ..kl import column_kl
-from ..length_penalties import overlong_penalty, truncation_penalty
 from ..packed import PackedBatch, span_sum
 from ..registry import Scope, get_estimator
-from ..rewards import clip, normalise
+from ..rewards import clip, normalise, overlong_penalty, truncation_penalty
 from ..segments import segment_sum, whole
 from ..token_rewards import credited, outcome_rewards, step_rewards
 from ..whitening import summarise, whiten

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from ...extras import torch
 from ..chain_metrics import fraction, summary
-from ..length_penalties import difficulty_factor, length_factor
 from ..packed import PackedBatch, expand
 from ..registry import Scope
+from ..rewards import difficulty_factor, length_factor
 from ..segments import Moments, moments, segment_sum, spread
 from ..whitening import summarise
 from .config import ChainConfig, MaskConfig, RewardConfig, SampleWeightConfig

@@ -17,19 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Groups of one: a rollout without siblings that count has nothing to compare with.
-
-
-#: The advantage in a group of one: 0 (no signal), or its reward (verl).
+#: The advantage in a group of one, which has nothing to compare with: 0 (no signal), or its reward (verl).
 Singleton = Literal["zero", "raw"]
 
 
 def settle_singletons(size: Tensor, advantages: Tensor, raw: Tensor, singleton: Singleton) -> Tensor:
     """[M]: `advantages` [M], replaced by 0 or `raw` [M] in groups of fewer than two counted members (`size` [M])."""
     return torch.where(size < 2, raw if singleton == "raw" else 0.0, advantages)
-
-
-# GRPO: a rollout's reward against its siblings' (DeepSeekMath, arXiv:2402.03300, eq. 3).
 
 
 @estimator("grpo", scope="group")
@@ -43,7 +37,8 @@ def grpo(
 ) -> Estimate:
     """A_i = (r_i - mean(r_g)) / (std(r_g) + epsilon), std with ddof 1.
 
-    Equal rewards in a group give exactly 0. Baseline members count neither in mean nor in std.
+    DeepSeekMath, arXiv:2402.03300, eq. 3. Equal rewards in a group give exactly 0. Baseline members count neither in
+    mean nor in std.
 
     Args:
       batch: its rewards [M], as the chain has shaped them.
@@ -66,15 +61,12 @@ def grpo(
     return Estimate("row", advantages[batch.row_trajectory])
 
 
-# GRPO for pass@k: reinforces only the best rollout of a group (Tang et al., arXiv:2503.19595).
-
-
 @estimator("grpo_passk", scope="group")
 def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: NotNegative = 1e-6) -> Estimate:
     """A_best = (r_best - r_second) / (std(r_g) + epsilon), 0 for all others; std with ddof 1.
 
-    norm_by_std False: A_best = r_best - r_second. Ties for the best give 0, and so do groups of one (verl raises). One
-    value per row [R] float64.
+    Reinforces only the best rollout of a group, for pass@k (Tang et al., arXiv:2503.19595). norm_by_std False: A_best =
+    r_best - r_second. Ties for the best give 0, and so do groups of one (verl raises). One value per row [R] float64.
     """
     offsets, group, trained = batch.group_offsets, batch.trajectory_group, ~batch.baseline
     counted = torch.where(trained, batch.rewards, -torch.inf)
@@ -90,15 +82,12 @@ def grpo_passk(batch: PackedBatch, *, norm_by_std: bool = True, epsilon: NotNega
     return Estimate("row", advantages[batch.row_trajectory])
 
 
-# RLOO: a reward against the mean of its siblings' (Ahmadian et al., arXiv:2402.14740, eq. 8).
-
-
 @estimator("rloo", scope="group")
 def rloo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
     """A_i = r_i - mean of the group's other rewards = (r_i - mean(r_g)) * n / (n - 1).
 
-    A group of one gives 0; singleton "raw" keeps its reward, as verl's rloo (verl's vectorized form: 0). One value per
-    row [R] float64.
+    Ahmadian et al., arXiv:2402.14740, eq. 8. A group of one gives 0; singleton "raw" keeps its reward, as verl's rloo
+    (verl's vectorized form: 0). One value per row [R] float64.
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     advantages = stats.centred * stats.size / (stats.size - 1).clamp(min=1)
@@ -121,9 +110,6 @@ def rloo_normalized(batch: PackedBatch, *, epsilon: NotNegative = 1e-4) -> Estim
     return Estimate("row", torch.where(counted, normalised, 0.0)[batch.row_trajectory])
 
 
-# MaxRL: centred rewards over the mean reward, so that rarely solved prompts weigh more (prime-rl, SkyRL).
-
-
 @estimator("maxrl", scope="group")
 def maxrl(
     batch: PackedBatch,
@@ -133,6 +119,8 @@ def maxrl(
     singleton: Singleton = "zero",
 ) -> Estimate:
     """A_i = (r_i - mean(r_g)) / (mean(r_g) + epsilon); 0 where the mean is not positive (prime-rl).
+
+    Rarely solved prompts weigh more.
 
     Args:
       negative_means: divide by negative means too, which reverses signs (SkyRL).
@@ -148,15 +136,12 @@ def maxrl(
     return Estimate("row", advantages[batch.row_trajectory])
 
 
-# OPO: the length-weighted mean as baseline (Hao et al., arXiv:2505.23585).
-
-
 @estimator("opo", scope="group")
 def opo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
     """A_i = r_i - sum_j(len_j * r_j) / sum_j(len_j) over the group; len = trainable tokens.
 
-    A group of one gives 0 (singleton "raw", as verl: its reward), and so does a group without trainable tokens (verl:
-    NaN). One value per row [R] float64.
+    Hao et al., arXiv:2505.23585. A group of one gives 0 (singleton "raw", as verl: its reward), and so does a group
+    without trainable tokens (verl: NaN). One value per row [R] float64.
     """
     offsets = batch.group_offsets
     length = segment_sum(batch.row_trainable, batch.row_offsets)
@@ -166,9 +151,6 @@ def opo(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
     advantages = settle_singletons(size, stats.centred, batch.rewards, singleton)
     advantages = torch.where(length > 0, advantages, 0.0)
     return Estimate("row", advantages[batch.row_trajectory])
-
-
-# GPG: centred rewards, scaled up for samples that carry no gradient (Chu et al., arXiv:2504.02546).
 
 
 @estimator("gpg", scope="batch")
@@ -181,7 +163,7 @@ def gpg(
 ) -> Estimate:
     """A_i = alpha * (r_i - mean(r_g)) / f_norm, alpha = B / (number of trajectories with a signal).
 
-    B is the number of trajectories in the batch, without baseline members.
+    Chu et al., arXiv:2504.02546. B is the number of trajectories in the batch, without baseline members.
 
     Args:
       counted: what is a signal: a centred reward that is not 0, or "rewards": a reward that is not 0 (verl).
@@ -199,9 +181,6 @@ def gpg(
     return Estimate("row", (alpha * centred / f_norm)[batch.row_trajectory])
 
 
-# GDPO: normalises named rewards one by one, then their sum over the batch (arXiv:2601.05242).
-
-
 @estimator("gdpo", scope="batch")
 def gdpo(
     batch: PackedBatch,
@@ -214,8 +193,8 @@ def gdpo(
 ) -> Estimate:
     """A_i = z(sum_k w_k * z_k), z_k = (r_k - mean(group)) / (std(group) + epsilon), outer z the same over the batch.
 
-    Unlike GRPO on the sum, a reward with little spread in a group counts as much as the others. std has ddof 1; a group
-    of equal rewards gives 0.
+    arXiv:2601.05242. Unlike GRPO on the sum, a reward with little spread in a group counts as much as the others. std
+    has ddof 1; a group of equal rewards gives 0.
 
     Args:
       batch: with named rewards (`components`).
@@ -255,14 +234,12 @@ def gdpo(
     return Estimate("row", advantages[batch.row_trajectory])
 
 
-# ReMax: the reward of a greedy rollout as baseline (Li et al., arXiv:2310.10505).
-
-
 @estimator("remax", scope="group")
 def remax(batch: PackedBatch) -> Estimate:
     """A_i = r_i - b_g, b_g = mean reward of the group's baseline members (role "baseline").
 
-    A group without a baseline member gives 0. The return is the reward. One value per row [R] float64.
+    Li et al., arXiv:2310.10505. A group without a baseline member gives 0. The return is the reward. One value per row
+    [R] float64.
     """
     stats = moments(batch.rewards, batch.group_offsets, batch.baseline)
     advantages = torch.where(stats.size > 0, stats.centred, 0.0)
@@ -283,12 +260,9 @@ def remax_to_go(batch: PackedBatch) -> Estimate:
     return Estimate("token", advantages.masked_fill(expand(batch, "row", has_none) != 0, 0), returns)
 
 
-# REINFORCE: the discounted return from a token on (Williams 1992).
-
-
 @estimator("reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))
 def reinforce(batch: PackedBatch, *, gamma: Share = 1.0, mask_aware: bool = True) -> Estimate:
-    """G_t = R_t + gamma * G_{t+1}; A_t = G_t.
+    """G_t = R_t + gamma * G_{t+1}; A_t = G_t (Williams 1992).
 
     Args:
       batch: with response_mask and token_level_rewards [N].
@@ -302,16 +276,13 @@ def reinforce(batch: PackedBatch, *, gamma: Share = 1.0, mask_aware: bool = True
     return Estimate("token", reverse_scan(batch.column("token_level_rewards"), gamma, tokens))
 
 
-# REINFORCE++ and its variant with a group baseline (Hu et al., arXiv:2501.03262).
-
-
 @estimator(
     "reinforce_plus_plus", scope="batch", level="token", needs=("response_mask", "token_level_rewards")
 )
 def reinforce_plus_plus(
     batch: PackedBatch, *, gamma: Share = 1.0, reset_at_observations: bool = False
 ) -> Estimate:
-    """A = whiten(G) over the batch, G_t = R_t + gamma * G_{t+1} over trainable tokens; returns G.
+    """A = whiten(G) over the batch, G_t = R_t + gamma * G_{t+1} over trainable tokens; returns G (arXiv:2501.03262).
 
     reset_at_observations: G restarts at every masked token, so an episode's reward reaches only its last turn (verl).
     Reads response_mask and token_level_rewards [N], gives [N].
@@ -330,7 +301,7 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(batch: PackedBatch, *, singleton: Singleton = "zero") -> Estimate:
     """A_i = whiten(r_i - mean(r_g)) over the batch, a row counted once per trainable token; [R] float64.
 
-    A group of one has 0 before whitening (singleton "raw", as verl: its reward).
+    Hu et al., arXiv:2501.03262. A group of one has 0 before whitening (singleton "raw", as verl: its reward).
     """
     stats = moments(batch.rewards, batch.group_offsets, ~batch.baseline)
     centred = settle_singletons(stats.size, stats.centred, batch.rewards, singleton)

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# REINFORCE with one time step per turn, a run of trainable tokens (ROLL).
-
-
 @estimator("agentic_reinforce", scope="row", level="token", needs=("response_mask", "token_level_rewards"))
 def agentic_reinforce(batch: PackedBatch, *, gamma: Share = 1.0) -> Estimate:
     """G_k = R_k + gamma * G_{k+1} over the turns k of a row; A_t = G_k on all tokens of turn k.
@@ -27,9 +24,6 @@ def agentic_reinforce(batch: PackedBatch, *, gamma: Share = 1.0) -> Estimate:
     """
     rewards = batch.column("token_level_rewards")
     return Estimate("token", turn_returns(rewards, batch.trainable_tokens, gamma))
-
-
-# REINFORCE over steps: every token of a step gets the step's discounted return.
 
 
 @estimator("step_reinforce", scope="group", level="step")
@@ -58,9 +52,6 @@ def step_reinforce(
         weight=(~batch.baseline)[batch.steps.trajectory].double(),
     )
     return Estimate("step", advantages, returns)
-
-
-# GRPO among steps of the same number: compares the k-th steps of a prompt's trajectories (PipelineRL).
 
 
 Baseline = Literal["mean", "others"]
@@ -106,9 +97,6 @@ def against_group(stats: Moments, baseline: Baseline, norm_by_std: bool, epsilon
     if norm_by_std:
         centred = centred / (stats.std + epsilon)
     return torch.where((stats.size > 1) & (stats.centred != 0), centred, 0.0)
-
-
-# Leave-one-trajectory-out baselines for steps: unbiased where the policy decides how many turns it takes.
 
 
 Compared = Literal["number", "state", "group"]
@@ -167,9 +155,6 @@ def _own_spans(trajectory: Tensor, offsets: Tensor) -> Tensor:
     return offsets_of(torch.cumsum(begins, 0) - 1, count)
 
 
-# GiGPO: episode advantage plus a step's advantage among steps from the same state (Feng et al., arXiv:2505.10978).
-
-
 @estimator("gigpo", scope="group", level="step")
 def gigpo(
     batch: PackedBatch,
@@ -183,9 +168,9 @@ def gigpo(
 ) -> Estimate:
     """A_k = episode_weight * norm(r over the group) + step_weight * norm(G_k over the state group).
 
-    G_k are the step rewards discounted by `gamma` along the trajectory. A state group is the steps of one group with
-    equal state_key. norm(x) = (x - mean) / (std + epsilon), std with ddof 1; exactly 0 for a value alone or among
-    equals.
+    Feng et al., arXiv:2505.10978. G_k are the step rewards discounted by `gamma` along the trajectory. A state group is
+    the steps of one group with equal state_key. norm(x) = (x - mean) / (std + epsilon), std with ddof 1; exactly 0 for
+    a value alone or among equals.
 
     Args:
       batch: with steps.
@@ -213,9 +198,6 @@ def gigpo(
     )
     step = torch.empty_like(returns).scatter(0, order, sorted_step)
     return Estimate("step", episode_weight * episode[steps.trajectory] + step_weight * step)
-
-
-# Returns over the steps of a trajectory, and groups of steps that are compared with each other.
 
 
 def discounted_returns(batch: PackedBatch, gamma: float) -> Tensor:

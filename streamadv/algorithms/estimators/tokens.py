@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Generalised advantage estimation (Schulman et al., arXiv:1506.02438, eq. 16).
-
-
 @estimator("gae", scope="row", level="token", needs=("response_mask", "values", "token_level_rewards"))
 def gae(batch: PackedBatch, *, gamma: Share = 1.0, lam: Share = 0.95, mask_aware: bool = True) -> Estimate:
     """delta_t = R_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}; returns A + V.
+
+    Generalised advantage estimation, Schulman et al., arXiv:1506.02438, eq. 16.
 
     Args:
       batch: with response_mask, values and token_level_rewards [N].
@@ -42,19 +41,11 @@ def gae(batch: PackedBatch, *, gamma: Share = 1.0, lam: Share = 0.95, mask_aware
 def gae_scan(
     rewards: Tensor, values: Tensor, tokens: Trainable, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N] float32: GAE of rewards and values [N] over the tokens that count, 0 elsewhere."""
-    if kernels.on_cpu(values):
-        advantages, returns = (np.empty(len(values), np.float32) for _ in range(2))
-        arrays = map(kernels.as_array, (rewards, values, tokens.mask, tokens.offsets))
-        kernels.gae(*arrays, float(gamma), float(lam), advantages, returns)
-        return torch.from_numpy(advantages), torch.from_numpy(returns)
-    v_t = values.to(torch.float64)
-    delta_t = rewards + gamma * upcoming(v_t, tokens) - v_t
-    a_t = reverse_scan(delta_t, gamma * lam, tokens)
-    return a_t.to(torch.float32), tokens.only(a_t + v_t).to(torch.float32)
+    """(advantages, returns) [N] float32: GAE of rewards and values [N] over the tokens that count, 0 elsewhere.
 
-
-# V-trace: values and advantages corrected for data from another policy (Espeholt et al., arXiv:1802.01561).
+    V-trace of data from the policy itself: all ratios are 1.
+    """
+    return vtrace_scan(rewards, values, None, tokens, gamma, lam=lam, rho_clip=1.0, pg_rho_clip=1.0)
 
 
 VTRACE_NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
@@ -71,6 +62,8 @@ def vtrace(
     alpha: float = 1.0,
 ) -> Estimate:
     """e_t = rho'_t (R_t + gamma V_{t+1} - V_t) + gamma c_t e_{t+1}; returns vs_t = V_t + e_t.
+
+    Values and advantages corrected for data from another policy, Espeholt et al., arXiv:1802.01561.
 
     A_t = min(pg_rho_clip, rho_t) (R_t + gamma (lam vs_{t+1} + (1 - lam) V_{t+1}) - V_t), with rho_t = pi_old /
     pi_rollout, rho'_t = min(rho_clip, rho_t), c_t = lam * min(1, rho_t). t runs over trainable tokens; the value after
@@ -102,7 +95,7 @@ def vtrace(
 def vtrace_scan(
     rewards: Tensor,
     values: Tensor,
-    log_ratio: Tensor,
+    log_ratio: Tensor | None,
     tokens: Trainable,
     gamma: float,
     *,
@@ -111,14 +104,19 @@ def vtrace_scan(
     pg_rho_clip: float,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N] float32: V-trace of columns [N] over the tokens that count, 0 elsewhere."""
+    """(advantages, returns) [N] float32: V-trace of columns [N] over the tokens that count, 0 elsewhere.
+
+    log_ratio None: all ratios are 1.
+    """
     if kernels.on_cpu(values):
-        arrays = map(kernels.as_array, (rewards, values, log_ratio, tokens.mask, tokens.offsets))
+        columns = map(kernels.as_array, (rewards, values))
+        ratios = None if log_ratio is None else kernels.as_array(log_ratio)
         options = map(float, (gamma, lam, rho_clip, pg_rho_clip, alpha))
-        advantages, targets = (np.empty(len(values), np.float32) for _ in range(2))
-        kernels.vtrace(*arrays, *options, advantages, targets)
-        return torch.from_numpy(advantages), torch.from_numpy(targets)
-    v_t, rho = values.to(torch.float64), log_ratio.to(torch.float64).clamp(-20, 20).exp()
+        results = [np.empty(len(values), np.float32) for _ in range(2)]
+        kernels.vtrace(*columns, ratios, *map(kernels.as_array, tokens), *options, *results)
+        return torch.from_numpy(results[0]), torch.from_numpy(results[1])
+    v_t = values.to(torch.float64)
+    rho = torch.ones_like(v_t) if log_ratio is None else log_ratio.to(torch.float64).clamp(-20, 20).exp()
     bootstrap = upcoming(v_t, tokens)
     e_t = vtrace_errors(rewards, v_t, bootstrap, rho, gamma, tokens, lam=lam, rho_clip=rho_clip, alpha=alpha)
     target = bootstrap + lam * upcoming(e_t, tokens)
@@ -144,11 +142,6 @@ def vtrace_errors(
     return scan_blocks(delta, discount * lam * cut, tokens)
 
 
-# Optimal token baseline: the variance-minimal baseline at every position of a group's responses. As in verl's
-# optimal_token_baseline and tir_optimal_token_baseline: samples weigh by the accumulated squared norm of the score
-# function, w_t = 1 - 2 pi(a_t) + sum_a pi(a)^2.
-
-
 BASELINE_NEEDS = ("response_mask", "token_level_rewards", "old_log_probs", "sum_pi_squared")
 
 
@@ -161,6 +154,9 @@ def optimal_token_baseline(
     epsilon: NotNegative = 1e-8,
 ) -> Estimate:
     """A_t = G_t - b_t, b_t = sum_g(G_t W_t) / (sum_g(W_t) + epsilon), W_t = w_1 + .. + w_t.
+
+    The variance-minimal baseline, as in verl's optimal_token_baseline and tir_optimal_token_baseline: samples weigh by
+    the accumulated squared norm of the score function, w_t = 1 - 2 pi(a_t) + sum_a pi(a)^2.
 
     G_t is the undiscounted return from t on. The sums run over the rows of the group with a trainable token at t. If
     the batch has the column rollout_is_weights, w_t is multiplied by its square. A row alone in its group has

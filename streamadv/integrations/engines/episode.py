@@ -113,7 +113,11 @@ class Episode:
         prompt = _listed(completion.prompt_ids)
         number = self.row_of(prompt, agent)
         if number is None:
-            number = self._begin_row_after(prompt, agent)
+            mine = [number for number, row in enumerate(self._rows) if row.agent == agent]
+            if mine:
+                self._note_break(prompt, mine[-1])
+            number = len(self._rows)
+            self._begin_row(agent)
         row = self._rows[number]
         row.append(prompt[len(row.input_ids) :], 0, None, NOT_SAMPLED)
         sampled, start = _listed(completion.token_ids), len(row.input_ids)
@@ -180,13 +184,6 @@ class Episode:
         continued = [number for number in mine if self._rows[number].is_start_of(prompt)]
         return max(continued, key=lambda number: len(self._rows[number].input_ids), default=None)
 
-    def _begin_row_after(self, prompt: list[int], agent: str | None) -> int:
-        mine = [number for number, row in enumerate(self._rows) if row.agent == agent]
-        if mine:
-            self._note_break(prompt, mine[-1])
-        self._begin_row(agent)
-        return len(self._rows) - 1
-
     def _begin_row(self, agent: str | None) -> _Row:
         self._rows.append(_Row(agent))
         return self._rows[-1]
@@ -200,19 +197,14 @@ class Episode:
             f"token {at}, so row {len(self._rows)} begins"
         )
         self.breaks.append(text)
-        _warn_of_breaks(text)
-
-
-def _warn_of_breaks(text: str) -> None:
-    """Once in this process: there may be as many as turns."""
-    if next(_breaks_seen):
-        return
-    logger.warning(
-        "%s, which repeats the prompt; if no context was compacted, the chat template changes earlier turns: ask with "
-        "token ids, or keep the template from it (said once; Episode.breaks has all)",
-        text,
-        extra=log_fields("episode_broken", role="producer"),
-    )
+        if next(_breaks_seen):  # said once in this process: there may be as many as turns
+            return
+        logger.warning(
+            "%s, which repeats the prompt; if no context was compacted, the chat template changes earlier turns: ask "
+            "with token ids, or keep the template from it (said once; Episode.breaks has all)",
+            text,
+            extra=log_fields("episode_broken", role="producer"),
+        )
 
 
 def _listed(ids: Sequence[int]) -> list[int]:
