@@ -145,11 +145,10 @@ class Admission:
                 if (
                     reply[0] == b"mismatch"
                     and spec.group_id.startswith(PREFIX)
-                    and int(reply[1]) != spec.size
+                    and spec.size != int(reply[1])
                 ):
-                    spec = spec._replace(
-                        size=int(reply[1])
-                    )  # begun before a restart with another size: it has that one
+                    size = int(reply[1])  # begun with another size, before a restart
+                    spec = spec._replace(size=size, slots=size + spec.slots - spec.size)
                     continue
                 check_group_reply(reply, spec)
                 shard = self._membership.shard_of(spec.group_id)
@@ -342,9 +341,12 @@ class Admission:
     def withdraw(self) -> Steps[None]:
         """Undo the opening of groups by calls whose callers no longer wait."""
         for nonce, group_id in sorted(self.unclaimed):
-            keys = self._membership.keys_of(group_id)
-            yield script_call("withdraw", keys, [group_id, nonce], group=group_id)
+            yield self.withdrawal(group_id, nonce)
             self.unclaimed.discard((nonce, group_id))
+
+    def withdrawal(self, group_id: str, nonce: str) -> ScriptCall:
+        """Of a group that a call has begun; its reply is 0 if somebody else has it, or a slot is filled."""
+        return script_call("withdraw", self._membership.keys_of(group_id), [group_id, nonce], group=group_id)
 
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""

@@ -145,11 +145,11 @@ class Slots:
             raise SettingError("cancel: give either count or indices")
         if count is not None:
             return (yield from self._cancel_count(count))
-        indices = list(dict.fromkeys(indices or ()))
-        for index in indices:
+        asked = list(dict.fromkeys(() if indices is None else indices))
+        for index in asked:
             if not isinstance(index, Integral) or isinstance(index, bool) or index not in self.indices:
                 raise TrajectoryError(f"cancel: group {self.ticket.group_id} has no rollout {brief(index)}")
-        result = yield from self.end(indices, CANCELLED, note=False)
+        result = yield from self.end(list(map(int, asked)), CANCELLED, note=False)
         self.cancelled.update(result.indices)
         return result
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 CATCH_UP_S: Final = 1.0
 #: Seconds that a closing producer gives to calls under way.
 CLOSE_S: Final = 1.0
+#: Groups that a closing producer gives back at most, one request each: the last ones.
+GIVEN_KEPT: Final = 64
 #: Seconds that closing a producer takes at most.
 LEAVE_S: Final = 5.0
 #: Seconds between two tries to leave, at most.
@@ -53,7 +57,9 @@ class ProducerLogic:
         self.admission = Admission(self.membership, self._resend)
         self.pushes = Pushes(self.membership, self.admission, self._resend)
         self.prompted: list[PromptedGroups] = []  # iterators over prompts that may hold some
-        self.given: list[Given] = []  # groups of prompts that nobody may have begun to play
+        self.given: deque[Given] = deque(
+            maxlen=GIVEN_KEPT
+        )  # groups of prompts that nobody may have begun to play
         self._due = -math.inf  # the next heartbeat
         self._has_failed = False  # the one before
         self._unheard: Reason | None = NO_ANSWER  # why no server has heard that it leaves
@@ -103,9 +109,7 @@ class ProducerLogic:
             if membership.finished or membership.closed or prompted.is_left:
                 yield from prompted.give_back()
         if membership.closed:
-            for given in self.given:
-                yield from given.prompted.take_back(given)
-            self.given = []
+            yield from self._take_back()
         yield from self.admission.withdraw()
         leaves = membership.closed and membership.last_word == "serves"
         if has_all and membership.finished and not leaves:
@@ -119,6 +123,18 @@ class ProducerLogic:
             return has_all
         # Another server may have got the last word: what it has lost is sent again first.
         return (yield from self._resend.are_same(manifest.keys.shards))
+
+    def _take_back(self) -> Steps[None]:
+        """Groups of prompts that nobody has begun to play are there for others. Others may be added meanwhile."""
+        groups: dict[PromptedGroups, list[Given]] = {}
+        for given in (found := list(self.given)):
+            if given.slots is None or given.slots.is_untouched:
+                groups.setdefault(given.prompted, []).append(given)
+        for prompted, of in groups.items():
+            yield from prompted.take_back(of)
+        for given in found:
+            with suppress(ValueError):  # another thread has done the same
+                self.given.remove(given)
 
     def until_heartbeat(self) -> float:
         """Seconds to the next heartbeat, which also sends again what the server had no room for."""

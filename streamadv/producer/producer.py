@@ -99,7 +99,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
                     groups.forget()
                 for prompted in self._logic.prompted:
                     prompted.forget()
-                self._logic.given = []
+                self._logic.given.clear()
                 self._logic.admission.lines.forget()
                 self._start_heart()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .. import clock, doors, metrics
 from ..errors import GroupEndedError, RunEndedError
@@ -31,13 +32,16 @@ CARRY_S: Final = 1.0
 NONCE_BYTES: Final = 28
 
 
-class Given(NamedTuple):
+@dataclass(eq=False)
+class Given:
     """A group that the user has. Its prompt goes to somebody else if the producer leaves before anybody plays it."""
 
     prompted: PromptedGroups
     lease: Lease
-    call: BeginCall
-    slots: Slots
+    group_id: str
+    nonce: str
+    """Of the call that has begun it."""
+    slots: Slots | None = None
 
 
 class PromptedGroups:
@@ -59,7 +63,7 @@ class PromptedGroups:
         self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: tuple[Lease, ...] = ()  # not begun yet; another thread may give them back
         self._admitting: Lease | None = None  # the one that is being begun
-        self._last: tuple[Lease, BeginCall]  # the one that was begun last
+        self._last: Given  # the group that was begun last
         self._is_loop = False  # somebody loops over it: the run does not end while there is more for him
         self.is_left = False  # nobody will ask for more
         logic.prompted.append(self)
@@ -104,21 +108,23 @@ class PromptedGroups:
             finally:
                 self._admitting = None
             self._forget([leased])
-            self._last = leased, call
+            self._last = Given(self, leased, ticket.group_id, call.nonce)
+            self._logic.given.append(self._last)
             return prompt, ticket
 
     def given(self, group: G) -> G:
         """This group, of the prompt that `next` has returned, which the user gets now."""
-        logic = self._logic
-        logic.given = [each for each in logic.given if each.slots.is_untouched]
-        logic.given.append(Given(self, *self._last, group._slots))
+        self._last.slots = group._slots
         return group
 
-    def take_back(self, given: Given) -> Steps[None]:
-        """A producer leaves whose user has not begun to play this group: somebody else does it."""
-        if given.slots.is_untouched:
-            self._logic.admission.leave_unclaimed(given.call, given.slots.ticket.group_id)
-            yield give_back(self._home, self._prompts.set.name, [given.lease])
+    def take_back(self, given: Iterable[Given]) -> Steps[None]:
+        """A producer leaves whose user has not begun to play these groups: others do it."""
+        leases = []
+        for each in given:
+            if (yield self._logic.admission.withdrawal(each.group_id, each.nonce)):
+                leases.append(each.lease)
+        if leases:
+            yield give_back(self._home, self._prompts.set.name, leases)
 
     def close(self) -> Steps[None]:
         """Nobody will ask for more."""

@@ -7,7 +7,6 @@ them. What is open, waiting or dead is read anew, at most every few seconds.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -144,8 +143,7 @@ class Choice:
             and self.source in (None, line.source)
             and self.batch in (None, line.batch)
             and self.naming in (None, line.named_for)
-            and re.search(".*".join(map(re.escape, self.find.split("*"))), line.group_id, re.DOTALL)
-            is not None
+            and _is_like(line.group_id, self.find)
             and _within(line.mean, self.low, self.high)
             and any(_within(reward, self.least, self.most) for reward in line.known or (None,))
             and _within(line.length, self.short, self.long)
@@ -303,6 +301,16 @@ def histogram(values: Sequence[float | None]) -> list[Bin]:
     counts = Counter(min(BINS - 1, int((value - low) / width)) for value in known)
     edges = [low + number * width for number in range(BINS)] + [high]
     return [Bin(*ends, counts[number]) for number, ends in enumerate(pairwise(edges))]
+
+
+def _is_like(group_id: str, part: str) -> bool:
+    at = 0
+    for piece in part.split("*"):
+        at = group_id.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True
 
 
 def _within(value: float | None, low: float | None, high: float | None) -> bool:

@@ -463,3 +463,13 @@ def test_a_wrong_url_is_an_error_at_once(run: str) -> None:
 def test_a_wrong_tokenizer_is_an_error_at_once(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["view", "--run", run, "--tokenizer", "no/such.json"]) != 0
     assert "tokenizer no/such.json: there is no such file" in capsys.readouterr().err
+
+
+def test_a_search_with_many_asterisks_takes_no_time() -> None:
+    line = Line(
+        "kept", 0, "1-1", "0199a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b", "trained", "", None, None, None, None, "",
+        (), (), None, 0, None, None,
+    )  # fmt: skip
+    began = time.perf_counter()
+    assert not Choice(find="******x").has(line)
+    assert time.perf_counter() - began < 0.05

@@ -49,7 +49,6 @@ if is_older then
   for _, since in ipairs(redis.call('ZRANGEBYSCORE', keys.prompt_given_up, '(' .. ARGV[7], '+inf')) do
     redis.call('ZREM', keys.prompt_given_up, since)
   end
-  redis.call('HDEL', keys.prompt_state, 'selected')  -- weights are selected anew
 end
 for i = at + 1, at + 2 * counters, 2 do
   redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
@@ -57,8 +56,9 @@ end
 for source, position in ipairs(following) do
   local back = math.max(number_of('back:' .. source), number_of('next:' .. source))
   redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position), 'back:' .. source, whole(back))
-  if is_older then redis.call('HDEL', keys.prompt_state, 'weight:' .. source, 'from:' .. source) end
+  redis.call('HDEL', keys.prompt_state, 'weight:' .. source, 'from:' .. source)
 end
+redis.call('HDEL', keys.prompt_state, 'selected')  -- weights are selected anew
 redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch,
   'given_up', whole(math.max(number_of('given_up'), tonumber(ARGV[7]))))
 if born ~= '' then redis.call('HSET', keys.prompt_state, 'born', born) end

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -595,3 +596,11 @@ def test_a_group_whose_begin_was_under_way_at_the_close_is_not_open(
             until(lambda: producer._logic.membership.closed, "it closes")
         assert open_groups(client, run) == 0
     assert problems(join(redis_url, run)) == []
+
+
+@pytest.mark.parametrize("indices", [[0], [0, 1]])
+def test_rollouts_whose_indices_are_in_an_array_are_cancelled(
+    redis_url: str, run: str, indices: list[int]
+) -> None:
+    with sa.Producer(redis_url, run) as producer, producer.group(2) as group:
+        assert group.cancel(indices=np.array(indices)).indices == indices
