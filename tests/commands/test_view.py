@@ -465,11 +465,10 @@ def test_a_wrong_tokenizer_is_an_error_at_once(run: str, capsys: pytest.CaptureF
     assert "tokenizer no/such.json: there is no such file" in capsys.readouterr().err
 
 
-def test_a_search_with_many_asterisks_takes_no_time() -> None:
-    line = Line(
+def test_a_search_with_many_asterisks_ends() -> None:
+    line = book.Line(
         "kept", 0, "1-1", "0199a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b", "trained", "", None, None, None, None, "",
         (), (), None, 0, None, None,
     )  # fmt: skip
-    began = time.perf_counter()
-    assert not Choice(find="******x").has(line)
-    assert time.perf_counter() - began < 0.05
+    assert not book.Choice(find="*" * 40 + "x").has(line)
+    assert book.Choice(find="*" * 40 + "3e*5b").has(line)

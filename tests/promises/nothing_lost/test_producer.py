@@ -602,5 +602,5 @@ def test_a_group_whose_begin_was_under_way_at_the_close_is_not_open(
 def test_rollouts_whose_indices_are_in_an_array_are_cancelled(
     redis_url: str, run: str, indices: list[int]
 ) -> None:
-    with sa.Producer(redis_url, run) as producer, producer.group(2) as group:
+    with Producer(redis_url, run) as producer, producer.group(2) as group:
         assert group.cancel(indices=np.array(indices)).indices == indices
