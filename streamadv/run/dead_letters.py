@@ -171,22 +171,16 @@ def _members_of(stored: Mapping[bytes, bytes]) -> Iterator[dict[str, Any]]:
     """The trajectories of a letter, packet by packet, as they stood in the groups log."""
     lines = stored.get(b"log:payloads", b"").decode(errors="backslashreplace").splitlines()
     tables = cut_tables(stored.get(b"log:tables", b""))
-    scores = _scores_of(stored.get(b"log:scores", b""))
+    scores: Any = None
+    with suppress(ValueError):
+        scores = json.loads(stored.get(b"log:scores", b""))
     for number, line in enumerate(lines):
         key, size, _, mask = [*line.split(" "), "", "", "", ""][:4]
         table = tables[number] if number < len(tables) else b""
         for position, member in enumerate(list_table(table, as_count(size))):
-            late = scores.get(str(member.get("index"))) if member.get("reward") is None else None
+            late = scores.get(str(member.get("index"))) if isinstance(scores, dict) else None
+            brought = late if isinstance(late, dict) and member.get("reward") is None else {}
             counts = {"counts": False} if mask[position : position + 1] == "0" else {}
-            yield {"packet": key, **member, **(late or {}), **counts}
+            yield {"packet": key, **member, **brought, **counts}
     for table in tables[len(lines) :]:
         yield {"problem": f"{len(table)} bytes of member tables belong to no packet"}
-
-
-def _scores_of(text: bytes) -> dict[str, dict[str, Any]]:
-    """What `producer.score` brought, by rollout index; {} if that cannot be read."""
-    with suppress(ValueError):
-        scores = json.loads(text)
-        if isinstance(scores, dict):
-            return {index: score for index, score in scores.items() if isinstance(score, dict)}
-    return {}

@@ -16,7 +16,7 @@ from ..messages import brief
 from ..store.keys import ShardKeys
 from ..store.replies import read_hashes
 from ..trajectory.columns import HEADER, KNOWN_COLUMNS, Array
-from ..trajectory.packet import MAX_PACKET_MEMBERS, StoredPacket, check_column, decode_column
+from ..trajectory.packet import MAX_PACKET_MEMBERS, StoredPacket, check_column, decode_column, decode_entries
 from ..trajectory.payload import parse_header
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
 from .run import Run
@@ -177,6 +177,15 @@ def fetch_replies(
     for part in slices(sizes):
         commands = [("HMGET", key, *names) for key, names in zip(keys[part], fields[part], strict=True)]
         yield from read_hashes(run.connection.scripts, commands)
+
+
+def decode_own(run: Run, names: Sequence[str], reply: Sequence[bytes | None] | None) -> dict[str, Array]:
+    """The columns `names` that a group has itself. Raises WireError if they cannot be read."""
+    values = split_reply(reply, header=False)[1]
+    return {
+        name: decode_entries(name, value, run.manifest.columns)
+        for name, value in zip(names, values, strict=True)
+    }
 
 
 def slices(sizes: Sequence[int]) -> Iterator[slice]:

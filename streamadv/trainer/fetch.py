@@ -28,7 +28,7 @@ from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.packets import fetch_replies, know_columns, split_reply
+from ..run.packets import decode_own, fetch_replies, know_columns, split_reply
 from ..trajectory.columns import (
     HEADER,
     KNOWN_COLUMNS,
@@ -44,7 +44,6 @@ from ..trajectory.packet import (
     check_column,
     column_kind,
     decode_column,
-    decode_entries,
     sized,
 )
 from ..trajectory.payload import parse_header
@@ -153,11 +152,7 @@ class FetchedShare:
         )
         for (number, columns), reply in zip(due, replies, strict=True):
             try:
-                raw = split_reply(reply, header=False)[1]
-                self.of_groups[number] = {
-                    name: decode_entries(name, value, run.manifest.columns)
-                    for name, value in zip(columns.names, raw, strict=True)
-                }
+                self.of_groups[number] = decode_own(run, columns.names, reply)
             except WireError as error:
                 problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
         return problems
