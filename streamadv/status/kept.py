@@ -101,7 +101,7 @@ def columns_of_group(run: Run, group: SeenGroup) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for key, size, names in group.columns:
         know_columns(run, [names])
-        (reply,) = fetch_replies(run, [key], [size], [[name.encode() for name in names]])
+        (reply,) = fetch_replies(run, [(key, size, names)])
         found |= decode_own(run, names, reply)
     return found
 
