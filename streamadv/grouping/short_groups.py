@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,15 +58,15 @@ class Loss:
 
 def loss_of(counters: Mapping[str, int]) -> Loss:
     """From the counters of a ledger."""
-    ended = {name: counters.get(f"outcome:{name}", 0) for name in ENDINGS}
-    dropped = {name: counters.get(f"dropped:{name}", 0) for name in (*SHORT, *UNUSABLE)}
+
+    def total(kind: str, reasons: Sequence[str]) -> int:
+        return sum(counters.get(f"{kind}:{reason}", 0) for reason in reasons)
+
     return Loss(
-        groups=sum(ended[name] for name in SHORT),
-        ended=sum(ended.values()),
-        trajectories=sum(dropped[name] for name in SHORT),
-        usable=counters.get("pushed", 0)
-        - sum(dropped[name] for name in UNUSABLE)
-        - counters.get("dropped:eval", 0),
+        groups=total("outcome", SHORT),
+        ended=total("outcome", ENDINGS),
+        trajectories=total("dropped", SHORT),
+        usable=counters.get("pushed", 0) - total("dropped", (*UNUSABLE, "eval")),
     )
 
 

@@ -48,8 +48,7 @@ def list_dead(run: Run) -> Iterator[DeadGroup]:
     for shard in run.shards:
         letters: Any = shard.connection.scripts.zrange(shard.keys.dead, 0, -1, withscores=True)
         for member, when_ms in sorted(letters, key=lambda letter: abs(letter[1])):
-            dead_group = _read(shard, member.decode(errors="replace"), now_ms - abs(when_ms))
-            if dead_group is not None:
+            if dead_group := _read(shard, member.decode(errors="replace"), now_ms - abs(when_ms)):
                 yield dead_group
         for _, removed in list_malformed(shard, now_ms):
             yield removed
@@ -59,7 +58,7 @@ def show_dead(run: Run, group_id: str) -> DeadGroup:
     """One dead group. Raises StreamadvError when there is none of that id."""
     shard, now_ms = run.shard_of(group_id), run.now_ms()
     when_ms: Any = shard.connection.scripts.zscore(shard.keys.dead, group_id)
-    if when_ms is not None and (dead_group := _read(shard, group_id, now_ms - abs(when_ms))) is not None:
+    if when_ms is not None and (dead_group := _read(shard, group_id, now_ms - abs(when_ms))):
         return dead_group
     for shard in run.shards:
         for _, removed in list_malformed(shard, now_ms):
