@@ -7,10 +7,10 @@ groups of a batch here again, by their pointers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
@@ -24,6 +24,8 @@ from ..trajectory.columns import COLUMN_NAME
 from ..trajectory.member_table import cut_tables, read_tables
 from ..trajectory.members import NO_MEMBERS, Members, Named, Positions, offsets
 from ..trajectory.packet import StoredPacket
+
+G = TypeVar("G")
 
 ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
@@ -137,13 +139,12 @@ class PacketLine(NamedTuple):
     mask: str  # '1' for each member that counts for the group, else '0'
 
 
-class _Entry(NamedTuple):
-    """A group whose members are yet to be read, and what its entry tells of them."""
+class StoredMembers(NamedTuple):
+    """What an entry tells of the members of a group."""
 
-    group: LoggedGroup
-    lines: Sequence[PacketLine] = ()  # none if it is malformed
-    tables: Sequence[memoryview] = ()  # of the packets
-    scores: bytes = b"{}"
+    lines: Sequence[PacketLine]
+    tables: Sequence[memoryview]  # of the packets
+    scores: bytes
 
 
 #: An entry of a shard's groups log as it was read: shard, id, fields.
@@ -157,13 +158,15 @@ def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup
     """
     prefixes = {shard: keys.shard(shard).payload("") for shard in {entry[0] for entry in entries}}
     parsed = [_parse_entry(keys, prefixes[entry[0]], *entry) for entry in entries]
-    _read_members([entry for entry in parsed if not entry.group.malformed])
-    return [entry.group for entry in parsed]
+    readable = [(group, stored) for group, stored in parsed if stored is not None]
+    for group, problem in read_in_halves(readable, _fill_in):
+        group.problem = problem
+    return [group for group, _ in parsed]
 
 
 def _parse_entry(
     keys: RunKeys, payload_prefix: str, shard: int, entry: bytes, fields: Mapping[bytes, bytes]
-) -> _Entry:
+) -> tuple[LoggedGroup, StoredMembers | None]:
     try:
         group_id = fields[b"group_id"].decode()
         if not group_id or keys.shard_of(group_id) != shard:
@@ -191,13 +194,13 @@ def _parse_entry(
             count,
             columns=columns[0] if columns else None,
         )
-        return _Entry(group, lines, cut_tables(fields[b"tables"]), fields.get(b"scores", b"{}"))
+        return group, StoredMembers(lines, cut_tables(fields[b"tables"]), fields.get(b"scores", b"{}"))
     except KeyError as error:
         problem = f"{error.args[0].decode()} is missing"
     except ValueError as error:
         problem = first_problem(error)
     nothing = LoggedGroup(shard, entry.decode(), "", 0, None, "", 0, 0, None, (), 0)
-    return _Entry(replace(nothing, problem=problem, malformed=True))
+    return replace(nothing, problem=problem, malformed=True), None
 
 
 def payload_lines(text: str, prefix: str) -> tuple[list[PacketLine], list[StoredColumns]]:
@@ -222,62 +225,57 @@ def payload_lines(text: str, prefix: str) -> tuple[list[PacketLine], list[Stored
 # Members
 
 
-def _read_members(entries: Sequence[_Entry]) -> None:
-    """Fill in the members of groups, all of them together; in halves, if one of them has a problem, which is noted."""
-    try:
-        _fill_in(entries)
-    except (WireError, ValueError) as error:
-        if len(entries) == 1:
-            entries[0].group.problem = first_problem(error) if isinstance(error, ValueError) else str(error)
-            return
-        middle = len(entries) // 2
-        _read_members(entries[:middle])
-        _read_members(entries[middle:])
+def read_in_halves(
+    groups: Sequence[tuple[G, StoredMembers]],
+    fill_in: Callable[[Sequence[tuple[G, StoredMembers]], Members, list[StoredPacket]], None],
+) -> Iterator[tuple[G, str]]:
+    """Read the members of groups, all of them together; in halves, if one of them has a problem. Yields those that do.
 
-
-def _fill_in(entries: Sequence[_Entry]) -> None:
-    """Raises WireError and ValueError for what no producer has pushed; some groups may have their members then."""
-    if not entries:
+    fill_in: takes groups, all members of their packets, also those that do not count, and the packets. It may raise
+    WireError and ValueError for what no producer has pushed; some of the groups may have their members then.
+    """
+    if not groups:
         return
-    for entry in entries:
-        if len(entry.tables) != len(entry.lines):
-            raise ValueError(f"{len(entry.tables)} member tables for {len(entry.lines)} packets")
-    lines = [line for entry in entries for line in entry.lines]
+    try:
+        fill_in(groups, *_packets_of([stored for _, stored in groups]))
+    except (WireError, ValueError) as error:
+        if len(groups) == 1:
+            yield groups[0][0], first_problem(error) if isinstance(error, ValueError) else str(error)
+            return
+        middle = len(groups) // 2
+        yield from read_in_halves(groups[:middle], fill_in)
+        yield from read_in_halves(groups[middle:], fill_in)
+
+
+def _packets_of(groups: Sequence[StoredMembers]) -> tuple[Members, list[StoredPacket]]:
+    """All members of groups end to end, and their packets. Raises WireError and ValueError."""
+    for stored in groups:
+        if len(stored.tables) != len(stored.lines):
+            raise ValueError(f"{len(stored.tables)} member tables for {len(stored.lines)} packets")
+    lines = [line for stored in groups for line in stored.lines]
     tables = read_tables(
-        [table for entry in entries for table in entry.tables], [line.size for line in lines]
+        [table for stored in groups for table in stored.tables], [line.size for line in lines]
     )
     for line, count in zip(lines, tables.counts, strict=True):
         if len(line.mask) != count:
             raise ValueError(f"packet {line.key} has {count} members, its mask {line.mask}")
-    parts = tables.members.parts(offsets(np.array(tables.counts)).tolist(), tables.names)
-    packets = [
+    parts = tables.members.parts(offsets(tables.counts).tolist(), tables.names)
+    return tables.members, [
         StoredPacket(line.key, line.size, line.epoch, columns, part)
         for line, columns, part in zip(lines, tables.columns, parts, strict=True)
     ]
-    all_rewarded = bool(tables.members.has_reward.all())
-    arranged = _arrange(entries, tables.members, packets)
-    for entry, (members, its_packets, packet_of, position_of, sums) in zip(entries, arranged, strict=True):
-        if entry.scores != b"{}":
-            members = _with_scores(members, _SCORES.validate_json(entry.scores))
-        if not all_rewarded and not members.has_reward.all():
-            raise ValueError("a member has no reward")
-        group = entry.group
-        group.packets, group.members, group.sums = its_packets, members, sums
-        group.packet_of, group.position_of = packet_of, position_of
 
 
-def _arrange(
-    entries: Sequence[_Entry], members: Members, packets: Sequence[StoredPacket]
-) -> list[tuple[Members, Sequence[StoredPacket], Positions, Positions, GroupSums]]:
-    """Of each group the members that count, sorted by index, and where they are in its packets.
-
-    members: all those of `packets`, which are the groups' one after another. Raises ValueError.
-    """
-    first_member = offsets(np.array([len(packet.members) for packet in packets]))
-    first_packet = offsets(np.array([len(entry.lines) for entry in entries]))
+def _fill_in(
+    groups: Sequence[tuple[LoggedGroup, StoredMembers]], members: Members, packets: Sequence[StoredPacket]
+) -> None:
+    """Give each group the members that count, sorted by index, and where they are in its packets."""
+    all_rewarded = bool(members.has_reward.all())
+    first_member = offsets([len(packet.members) for packet in packets])
+    first_packet = offsets([len(stored.lines) for _, stored in groups])
     packet = np.repeat(np.arange(len(packets)), np.diff(first_member))  # [M]
-    group = np.repeat(np.arange(len(entries)), np.diff(first_packet))[packet]  # [M]
-    mask = "".join([line.mask for entry in entries for line in entry.lines]).encode()
+    group = np.repeat(np.arange(len(groups)), np.diff(first_packet))[packet]  # [M]
+    mask = "".join([line.mask for _, stored in groups for line in stored.lines]).encode()
     live = np.flatnonzero(np.frombuffer(mask, np.uint8) == ord("1"))
     live = live[np.lexsort((members.table["index"][live], group[live]))]
     packet, group = packet[live], group[live]
@@ -286,20 +284,21 @@ def _arrange(
         members = members.select(live)
     if ((np.diff(group) == 0) & (np.diff(members.table["index"].astype(np.int64)) == 0)).any():
         raise ValueError("a rollout_index stands in it twice")
-    first = offsets(np.bincount(group, minlength=len(entries)))
+    first = offsets(np.bincount(group, minlength=len(groups)))
     packet_of, position_of = packet - first_packet[group], live - first_member[packet]
     if is_in_order and np.array_equal(first, first_member):  # each group is one packet, as most are
-        own = [packet.members for packet in packets]
+        parts = [packet.members for packet in packets]
     else:
-        groups = [packets[a:b] for a, b in pairwise(first_packet.tolist())]
-        own = members.parts(first.tolist(), list(map(_names_of, groups)))
+        own = [packets[a:b] for a, b in pairwise(first_packet.tolist())]
+        parts = members.parts(first.tolist(), list(map(_names_of, own)))
     spans, of_packets = pairwise(first.tolist()), pairwise(first_packet.tolist())
-    return [
-        (part, packets[a:b], packet_of[start:stop], position_of[start:stop], sums)
-        for part, (start, stop), (a, b), sums in zip(
-            own, spans, of_packets, sums_of(members, first), strict=True
-        )
-    ]
+    found = zip(groups, parts, spans, of_packets, sums_of(members, first), strict=True)
+    for (logged, stored), part, (start, stop), (a, b), sums in found:
+        part = with_scores(part, stored.scores)
+        if not all_rewarded and not part.has_reward.all():
+            raise ValueError("a member has no reward")
+        logged.packets, logged.members, logged.sums = packets[a:b], part, sums
+        logged.packet_of, logged.position_of = packet_of[start:stop], position_of[start:stop]
 
 
 def _names_of(packets: Sequence[StoredPacket]) -> Named:
@@ -320,13 +319,16 @@ def sums_of(members: Members, first: Positions) -> list[GroupSums]:
     return list(map(GroupSums, *(numbers.tolist() for numbers in sums)))
 
 
-def _with_scores(members: Members, scores: Mapping[str, StoredScore]) -> Members:
-    """The members with rewards that came after their push."""
+def with_scores(members: Members, scores: bytes) -> Members:
+    """The members, those pushed without a reward with what `scores` (JSON) has for them. Raises ValueError."""
+    if scores == b"{}":
+        return members
+    found, indices = _SCORES.validate_json(scores), members.table["index"]
     none = dict.fromkeys(members.rewards, np.nan)
     given = {
         position: (score.reward, {**none, **score.rewards} if score.rewards else {})
-        for position, index in enumerate(members.table["index"].tolist())
-        if (score := scores.get(str(index))) is not None
+        for position in np.flatnonzero(~members.has_reward).tolist()
+        if (score := found.get(str(indices[position]))) is not None
     }
     return members.with_rewards(given)
 

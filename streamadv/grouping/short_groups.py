@@ -8,9 +8,9 @@ them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from operator import sub
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from .. import clock
@@ -49,9 +49,6 @@ class Loss:
         is_large = any(lost / total >= WARN_RATIO for lost, total in shares if total)
         return self.ended >= MIN_GROUPS and is_large
 
-    def since(self, before: Loss) -> Loss:
-        return Loss(*map(sub, astuple(self), astuple(before)))
-
     def __str__(self) -> str:
         return (
             f"{self.groups} of {self.ended} groups ended short of usable rollouts and were dropped, with "
@@ -61,15 +58,15 @@ class Loss:
 
 def loss_of(counters: Mapping[str, int]) -> Loss:
     """From the counters of a ledger."""
-    ended = {name: counters.get(f"outcome:{name}", 0) for name in ENDINGS}
-    dropped = {name: counters.get(f"dropped:{name}", 0) for name in (*SHORT, *UNUSABLE)}
+
+    def total(kind: str, reasons: Sequence[str]) -> int:
+        return sum(counters.get(f"{kind}:{reason}", 0) for reason in reasons)
+
     return Loss(
-        groups=sum(ended[name] for name in SHORT),
-        ended=sum(ended.values()),
-        trajectories=sum(dropped[name] for name in SHORT),
-        usable=counters.get("pushed", 0)
-        - sum(dropped[name] for name in UNUSABLE)
-        - counters.get("dropped:eval", 0),
+        groups=total("outcome", SHORT),
+        ended=total("outcome", ENDINGS),
+        trajectories=total("dropped", SHORT),
+        usable=counters.get("pushed", 0) - total("dropped", (*UNUSABLE, "eval")),
     )
 
 
@@ -79,16 +76,16 @@ class ShortGroups:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._since = clock.now()
-        self._before: Loss | None = None  # at the first look
+        self._before: Counter[str] | None = None  # counters of the ledger at the first look
 
     def look(self) -> None:
         """Log a warning if many groups ended short since the last judgement. Groupers call it every second or so."""
-        now, current = clock.now(), loss_of(self._run.counters())
-        self._before = self._before or current
-        lately = current.since(self._before)
+        now, counters = clock.now(), self._run.counters()
+        self._before = self._before or counters
+        lately = loss_of(counters - self._before)
         long_ago = now - self._since >= JUDGE_AFTER_S
         if lately.ended < (MIN_GROUPS if long_ago else WINDOW):
             return
         if lately.is_much:
             logger.warning("%s", lately, extra=log_fields("groups_short", run=self._run.name, role=GROUPER))
-        self._since, self._before = now, current
+        self._since, self._before = now, counters

@@ -48,8 +48,7 @@ def list_dead(run: Run) -> Iterator[DeadGroup]:
     for shard in run.shards:
         letters: Any = shard.connection.scripts.zrange(shard.keys.dead, 0, -1, withscores=True)
         for member, when_ms in sorted(letters, key=lambda letter: abs(letter[1])):
-            dead_group = _read(shard, member.decode(errors="replace"), now_ms - abs(when_ms))
-            if dead_group is not None:
+            if dead_group := _read(shard, member.decode(errors="replace"), now_ms - abs(when_ms)):
                 yield dead_group
         for _, removed in list_malformed(shard, now_ms):
             yield removed
@@ -59,7 +58,7 @@ def show_dead(run: Run, group_id: str) -> DeadGroup:
     """One dead group. Raises StreamadvError when there is none of that id."""
     shard, now_ms = run.shard_of(group_id), run.now_ms()
     when_ms: Any = shard.connection.scripts.zscore(shard.keys.dead, group_id)
-    if when_ms is not None and (dead_group := _read(shard, group_id, now_ms - abs(when_ms))) is not None:
+    if when_ms is not None and (dead_group := _read(shard, group_id, now_ms - abs(when_ms))):
         return dead_group
     for shard in run.shards:
         for _, removed in list_malformed(shard, now_ms):
@@ -171,22 +170,16 @@ def _members_of(stored: Mapping[bytes, bytes]) -> Iterator[dict[str, Any]]:
     """The trajectories of a letter, packet by packet, as they stood in the groups log."""
     lines = stored.get(b"log:payloads", b"").decode(errors="backslashreplace").splitlines()
     tables = cut_tables(stored.get(b"log:tables", b""))
-    scores = _scores_of(stored.get(b"log:scores", b""))
+    scores: Any = None
+    with suppress(ValueError):
+        scores = json.loads(stored.get(b"log:scores", b""))
     for number, line in enumerate(lines):
         key, size, _, mask = [*line.split(" "), "", "", "", ""][:4]
         table = tables[number] if number < len(tables) else b""
         for position, member in enumerate(list_table(table, as_count(size))):
-            late = scores.get(str(member.get("index"))) if member.get("reward") is None else None
+            late = scores.get(str(member.get("index"))) if isinstance(scores, dict) else None
+            brought = late if isinstance(late, dict) and member.get("reward") is None else {}
             counts = {"counts": False} if mask[position : position + 1] == "0" else {}
-            yield {"packet": key, **member, **(late or {}), **counts}
+            yield {"packet": key, **member, **brought, **counts}
     for table in tables[len(lines) :]:
         yield {"problem": f"{len(table)} bytes of member tables belong to no packet"}
-
-
-def _scores_of(text: bytes) -> dict[str, dict[str, Any]]:
-    """What `producer.score` brought, by rollout index; {} if that cannot be read."""
-    with suppress(ValueError):
-        scores = json.loads(text)
-        if isinstance(scores, dict):
-            return {index: score for index, score in scores.items() if isinstance(score, dict)}
-    return {}

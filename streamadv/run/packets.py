@@ -16,7 +16,7 @@ from ..messages import brief
 from ..store.keys import ShardKeys
 from ..store.replies import read_hashes
 from ..trajectory.columns import HEADER, KNOWN_COLUMNS, Array
-from ..trajectory.packet import MAX_PACKET_MEMBERS, StoredPacket, check_column, decode_column
+from ..trajectory.packet import MAX_PACKET_MEMBERS, StoredPacket, check_column, decode_column, decode_entries
 from ..trajectory.payload import parse_header
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
 from .run import Run
@@ -148,9 +148,9 @@ def fetch_columns(
     ]
     header = header or not all(wanted)  # a read names one field at least
     know_columns(run, wanted)
-    fields = [[HEADER, *(name.encode() for name in names)][not header :] for names in wanted]
+    pairs = zip(packets, wanted, strict=True)
     replies = fetch_replies(
-        run, [packet.key for packet in packets], [packet.size for packet in packets], fields
+        run, [(packet.key, packet.size, [HEADER, *names][not header :]) for packet, names in pairs]
     )
     for packet, columns, reply in zip(packets, wanted, replies, strict=True):
         decoded = {}
@@ -168,27 +168,31 @@ def fetch_columns(
 
 
 def fetch_replies(
-    run: Run, keys: Sequence[str], sizes: Sequence[int], fields: Sequence[Sequence[bytes]]
+    run: Run, hashes: Iterable[tuple[str, int, Iterable[str | bytes]]]
 ) -> Generator[Sequence[bytes | None] | None]:
-    """The values of `fields` of each of the hashes `keys`; None where the key holds something else.
+    """The values of fields of hashes; None where the key holds something else.
 
-    sizes: bytes of each. Asks for at most REPLY_BYTES before it reads the replies.
+    hashes: key, bytes and fields of each. Asks for at most REPLY_BYTES, or a larger hash alone, before it reads the
+    replies.
     """
-    for part in slices(sizes):
-        commands = [("HMGET", key, *names) for key, names in zip(keys[part], fields[part], strict=True)]
+    commands, total = list[tuple[str | bytes, ...]](), 0
+    for key, size, fields in hashes:
+        if commands and total + size > REPLY_BYTES:
+            yield from read_hashes(run.connection.scripts, commands)
+            commands, total = [], 0
+        commands.append(("HMGET", key, *fields))
+        total += size
+    if commands:
         yield from read_hashes(run.connection.scripts, commands)
 
 
-def slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Values of these `sizes` in parts of at most REPLY_BYTES, larger ones alone."""
-    start = total = 0
-    for stop, size in enumerate(sizes):
-        if stop > start and total + size > REPLY_BYTES:
-            yield slice(start, stop)
-            start, total = stop, 0
-        total += size
-    if len(sizes):
-        yield slice(start, len(sizes))
+def decode_own(run: Run, names: Sequence[str], reply: Sequence[bytes | None] | None) -> dict[str, Array]:
+    """The columns `names` that a group has itself. Raises WireError if they cannot be read."""
+    values = split_reply(reply, header=False)[1]
+    return {
+        name: decode_entries(name, value, run.manifest.columns)
+        for name, value in zip(names, values, strict=True)
+    }
 
 
 def know_columns(run: Run, names: Iterable[Iterable[str]]) -> None:

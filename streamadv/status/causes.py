@@ -323,7 +323,10 @@ def _producers(status: Status) -> Iterator[Found]:
     states = Counter(producer.state for producer in status.producers)
     open_groups = status.groups.open
     if not states["open"]:
-        if not states["finished"] or (open_groups and (states["lost"] or not _has_all_pushed(status))):
+        lack, places = status.groups.lack, status.places
+        # Otherwise what the open groups lack is on its way, so that no producer can bring more.
+        lacks = lack.rollouts > places.rollouts + places.scoring or lack.scores
+        if not states["finished"] or (open_groups and (states["lost"] or lacks)):
             yield (
                 "no_producer",
                 f"no producer is alive ({states['finished']} finished, {states['lost']} lost), "
@@ -351,12 +354,6 @@ CAUSES: Final[dict[Callable[[Status], Iterator[Found]], bool]] = {
     _groups: True,
     _producers: True,
 }
-
-
-def _has_all_pushed(status: Status) -> bool:
-    """Whether what the open groups lack is on its way, so that no producer can bring more."""
-    lack, places = status.groups.lack, status.places
-    return lack.rollouts <= places.rollouts + places.scoring and not lack.scores
 
 
 def _quiet(status: Status) -> str:

@@ -12,12 +12,11 @@ import numpy as np
 from ..errors import SettingError, TrajectoryError, WireError
 from ..messages import brief
 from ..run import Run, find_run
-from ..run.packets import FetchedPacket, fetch_columns, fetch_replies, know_columns, split_reply
+from ..run.packets import FetchedPacket, decode_own, fetch_columns, fetch_replies, know_columns
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
 from ..trajectory.columns import KNOWN_COLUMNS, LOG_PROBS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import Reference, offsets
-from ..trajectory.packet import decode_entries
 from ..trajectory.payload import payload_trajectory, payloads_of
 from ..trajectory.schema import Trajectory
 from .seen import PLACES, SeenGroup, Where, read_groups_at
@@ -102,9 +101,8 @@ def columns_of_group(run: Run, group: SeenGroup) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for key, size, names in group.columns:
         know_columns(run, [names])
-        (reply,) = fetch_replies(run, [key], [size], [[name.encode() for name in names]])
-        for name, raw in zip(names, split_reply(reply, header=False)[1], strict=True):
-            found[name] = decode_entries(name, raw, run.manifest.columns)
+        (reply,) = fetch_replies(run, [(key, size, names)])
+        found |= decode_own(run, names, reply)
     return found
 
 

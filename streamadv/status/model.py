@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self
 
 from ..grouping.short_groups import Loss
-from ..run.ledger import QUEUED
-from ..run.ledger import by_reason as by_reason
+from ..run.ledger import QUEUED, by_reason
 from ..units import seconds_text
 from .evaluations import Evaluation
 from .prompts import SourceProgress

@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice, repeat
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from ..errors import WireError
-from ..grouping.groups_log import PacketLine, StoredColumns, StoredScore, payload_lines
+from ..grouping.groups_log import (
+    StoredColumns,
+    StoredMembers,
+    StoredScore,
+    payload_lines,
+    read_in_halves,
+    with_scores,
+)
 from ..messages import first_problem
 from ..run import Run, Shard
 from ..run.kept import Numbers, unpack_late, unpack_results
 from ..store.connection import Connection
 from ..store.keys import LAST_ID
 from ..store.replies import as_count, as_int, as_text
-from ..trajectory.member_table import cut_tables, read_tables
-from ..trajectory.members import Reference, offsets, references_of
+from ..trajectory.member_table import cut_tables
+from ..trajectory.members import Members, Reference, references_of
 from ..trajectory.packet import StoredPacket
 
 Where = Literal["open", "waiting", "kept", "dead"]
@@ -32,7 +38,6 @@ PAGE: Final = 32
 _HEAD: Final = ("size", "count", "opened_ms", "epoch", "version", "outcome", "data_source")
 Fields = Mapping[bytes, bytes]
 _INDICES: Final = TypeAdapter(list[int])
-_SCORES: Final = TypeAdapter(dict[str, StoredScore])
 
 
 class _Record(BaseModel):
@@ -237,18 +242,23 @@ def _dead_group(shard: Shard, group_id: str) -> SeenGroup | None:
 
 def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
     """Groups from the fields of their entries in a log."""
-    groups, found = list[SeenGroup](), list[tuple[SeenGroup, _Stored]]()
+    groups, found = list[SeenGroup](), list[tuple[SeenGroup, StoredMembers]]()
     for entry, fields in page:
         groups.append(group := _head_of(shard, where, fields, entry))
         try:
             group.record = _parse_record(fields.get(b"record", b"{}"))
             group.left_out = _INDICES.validate_json(fields.get(b"left_out", b"[]"))
-            found.append((group, _Stored.of(group, fields)))
+            text = fields.get(b"payloads", b"").decode()
+            lines, group.columns = payload_lines(text, "") if text else ([], [])
+            tables = cut_tables(fields.get(b"tables", b""))
+            if lines or tables:
+                found.append((group, StoredMembers(lines, tables, fields.get(b"scores", b"{}"))))
             group.results = unpack_results(fields[b"results"]) if b"results" in fields else ()
             group.late = unpack_late(fields.get(b"late", b""))
         except (WireError, ValueError, RecursionError) as error:
-            group.problem = _in_words(error)
-    _read_members([each for each in found if each[1].lines])
+            group.problem = first_problem(error) if isinstance(error, ValueError) else str(error)
+    for group, problem in read_in_halves(found, _fill_in):
+        group.problem = problem
     return groups
 
 
@@ -276,75 +286,21 @@ def _head_of(shard: int, where: Where, fields: Fields, entry: str) -> SeenGroup:
     return group
 
 
-class _Stored(NamedTuple):
-    """What stands in a log of the members of a group."""
-
-    lines: Sequence[PacketLine]
-    tables: Sequence[memoryview]
-    scores: Mapping[str, StoredScore]
-
-    @classmethod
-    def of(cls, group: SeenGroup, fields: Fields) -> Self:
-        """From the fields of its entry, which name the group's columns too. Raises WireError and ValueError."""
-        text = fields.get(b"payloads", b"").decode()
-        lines, group.columns = payload_lines(text, "") if text else ([], [])
-        tables = cut_tables(fields.get(b"tables", b""))
-        if len(tables) != len(lines):
-            raise ValueError(f"{len(tables)} member tables for {len(lines)} packets")
-        return cls(lines, tables, _SCORES.validate_json(fields.get(b"scores", b"{}")))
-
-
-def _read_members(groups: Sequence[tuple[SeenGroup, _Stored]]) -> None:
-    """Fill in packets and members, of all groups together; in halves, if one of them has a problem, which is noted."""
-    try:
-        found = _members_of(groups) if groups else []
-    except (WireError, ValueError) as error:
-        if len(groups) == 1:
-            groups[0][0].problem = _in_words(error)
-            return
-        middle = len(groups) // 2
-        _read_members(groups[:middle])
-        _read_members(groups[middle:])
-        return
-    for (group, _), (packets, members, counting) in zip(groups, found, strict=True):
-        group.packets, group.counting = packets, counting
-        group.members = sorted(members, key=lambda member: member.rollout_index)
-
-
-_Found = tuple[list[StoredPacket], list[Reference], frozenset[int]]
-
-
-def _members_of(groups: Sequence[tuple[SeenGroup, _Stored]]) -> list[_Found]:
-    """Of each group packets, members, and rollout indices of those that count. Raises WireError and ValueError."""
-    lines = [(group, stored, line) for group, stored in groups for line in stored.lines]
-    tables = read_tables(
-        [table for _, stored in groups for table in stored.tables], [line.size for *_, line in lines]
-    )
-    for (*_, line), count in zip(lines, tables.counts, strict=True):
-        if len(line.mask) != count:
-            raise ValueError(f"packet {line.key} has {count} members, its mask {line.mask}")
-    owners = chain.from_iterable(
-        repeat((group.group_id, group.data_source), len(line.mask)) for group, _, line in lines
-    )
-    references = iter(references_of(tables.members, owners))
-    parts = iter(tables.members.parts(offsets(np.array(tables.counts)).tolist(), tables.names))
-    columns, found = iter(tables.columns), list[_Found]()
-    for _, stored in groups:
-        packets, members, counting = [], list[Reference](), set[int]()
-        for line in stored.lines:
-            packets.append(StoredPacket(line.key, line.size, line.epoch, next(columns), next(parts)))
-            for reference, counts in zip(islice(references, len(line.mask)), line.mask, strict=True):
-                score = stored.scores.get(str(reference.rollout_index)) if reference.reward is None else None
-                if score is not None:
-                    reference = replace(reference, reward=score.reward, rewards=score.rewards)
-                members.append(reference)
-                counting.update([reference.rollout_index] if counts == "1" else ())
-        found.append((packets, members, frozenset(counting)))
-    return found
-
-
-def _in_words(error: Exception) -> str:
-    return first_problem(error) if isinstance(error, ValueError) else str(error)
+def _fill_in(
+    groups: Sequence[tuple[SeenGroup, StoredMembers]], _: Members, packets: Sequence[StoredPacket]
+) -> None:
+    """Give each group its packets and members."""
+    following = iter(packets)
+    for group, stored in groups:
+        own = list(islice(following, len(stored.lines)))
+        members = with_scores(Members.concat([packet.members for packet in own]), stored.scores)
+        references = references_of(members, repeat((group.group_id, group.data_source), len(members)))
+        mask = "".join([line.mask for line in stored.lines])
+        counting = [
+            each.rollout_index for each, counts in zip(references, mask, strict=True) if counts == "1"
+        ]
+        group.packets, group.counting = own, frozenset(counting)
+        group.members = sorted(references, key=lambda member: member.rollout_index)
 
 
 def _text(value: bytes | None) -> str | None:

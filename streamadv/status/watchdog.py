@@ -142,10 +142,8 @@ class Watchdog:
 def read_for_trainer(run: Run, limits: Limits) -> Status:
     """The status, as seen by a trainer of these limits."""
     status = read_status(run)
-    trainer = replace(status.trainer, state="waits")  # it asks
-    return replace(
-        status, admission=replace(status.admission, batch_groups=limits.min_groups), trainer=trainer
-    )
+    admission = replace(status.admission, batch_groups=limits.min_groups)
+    return replace(status, admission=admission, trainer=replace(status.trainer, state="waits"))  # it asks
 
 
 def why_no_batch(run: Run, limits: Limits) -> str:

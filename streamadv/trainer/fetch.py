@@ -28,7 +28,7 @@ from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
-from ..run.packets import fetch_replies, know_columns, split_reply
+from ..run.packets import decode_own, fetch_replies, know_columns, split_reply
 from ..trajectory.columns import (
     HEADER,
     KNOWN_COLUMNS,
@@ -44,7 +44,6 @@ from ..trajectory.packet import (
     check_column,
     column_kind,
     decode_column,
-    decode_entries,
     sized,
 )
 from ..trajectory.payload import parse_header
@@ -99,28 +98,21 @@ class FetchedShare:
         }
         self._is_right = False  # all values were checked
 
-    def read(self, run: Run, max_bytes: int | None = None, stop: threading.Event | None = None) -> Problems:
+    def read(self, run: Run, max_bytes: float = math.inf, stop: threading.Event | None = None) -> Problems:
         """Read the packets that are missing. Returns what is wrong with those that cannot be read: they stay missing.
 
         max_bytes: of all of them together. stop: reads no more when it is set.
         """
         stop = stop or doors.Event()
-        due = self.missing
-        sizes = accumulate(self.share.own.packets[number].size for number in due)
-        due = due[: len(due) if max_bytes is None else sum(size <= max_bytes for size in sizes)]
-        read = set[int]()
-        packets = [self.share.own.packets[number] for number in due]
-        problems: Problems = {}
-        names = {packet.columns for packet in packets}
-        fields = {columns: [HEADER, *(name.encode() for name in columns)] for columns in names}
+        packets = [self.share.own.packets[number] for number in self.missing]
+        sizes = accumulate(packet.size for packet in packets)
+        packets = packets[: sum(size <= max_bytes for size in sizes)]
+        read, problems = set[int](), Problems()
         replies = fetch_replies(
-            run,
-            [packet.key for packet in packets],
-            [packet.size for packet in packets],
-            [fields[packet.columns] for packet in packets],
+            run, [(packet.key, packet.size, [HEADER, *packet.columns]) for packet in packets]
         )
         with closing(replies):
-            for reply, number in zip(replies, due, strict=True):
+            for number, reply in zip(self.missing[: len(packets)], replies, strict=True):
                 try:
                     self._take(run, number, reply)
                     read.add(number)
@@ -135,36 +127,27 @@ class FetchedShare:
             else problems | self._read_columns_of_groups(run, max_bytes)
         )
 
-    def _read_columns_of_groups(self, run: Run, max_bytes: int | None) -> Problems:
+    def _read_columns_of_groups(self, run: Run, max_bytes: float) -> Problems:
         """Read what is yet to be read, unless that is more than `max_bytes`."""
-        own, problems = self.share.own, dict[tuple[str, int], str]()
+        own, problems = self.share.own, Problems()
         due = [
             (number, columns)
             for number in np.unique(own.group).tolist()
             if number not in self.of_groups and (columns := own.groups[number].columns) is not None
         ]
-        if sum(columns.size for _, columns in due) > (math.inf if max_bytes is None else max_bytes):
+        if sum(columns.size for _, columns in due) > max_bytes:
             return problems
-        replies = fetch_replies(
-            run,
-            [columns.key for _, columns in due],
-            [columns.size for _, columns in due],
-            [[name.encode() for name in columns.names] for _, columns in due],
-        )
+        replies = fetch_replies(run, [columns for _, columns in due])
         for (number, columns), reply in zip(due, replies, strict=True):
             try:
-                raw = split_reply(reply, header=False)[1]
-                self.of_groups[number] = {
-                    name: decode_entries(name, value, run.manifest.columns)
-                    for name, value in zip(columns.names, raw, strict=True)
-                }
+                self.of_groups[number] = decode_own(run, columns.names, reply)
             except WireError as error:
                 problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
         return problems
 
     def check(self) -> Problems:
         """Check the values of what was read: which trajectories have wrong ones. Looks at each value once."""
-        own, problems = self.share.own, dict[tuple[str, int], str]()
+        own, problems = self.share.own, Problems()
         if self._is_right:
             return problems
         bounds = offsets(own.members.table["tokens"])
@@ -263,7 +246,7 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.d
     for number, pieces in (results.pieces(share.positions) if columns else {}).items():
         key, tokens = results.results[number].output, results.num_tokens[number]
         size = tokens * sum(dtype.itemsize for dtype in dtypes.values())
-        [reply] = fetch_replies(run, [key], [size], [[name.encode() for name in dtypes]])
+        [reply] = fetch_replies(run, [(key, size, dtypes)])
         for (name, dtype), raw in zip(dtypes.items(), reply or [None] * len(dtypes), strict=True):
             if raw is not None and len(raw) == tokens * dtype.itemsize:
                 place(np.frombuffer(raw, dtype), pieces, places[name])

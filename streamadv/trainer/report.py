@@ -19,9 +19,10 @@ from ..algorithms.chain.sources import UNKNOWN
 from ..grouping.layout import Layout
 from ..metrics.instruments import EVALUATED, KEPT, MAX_DATA_SOURCES
 from ..run import Run
+from ..run.ledger import by_reason
 from ..status.causes import LOST
 from ..status.evaluations import Evaluation, read_evaluations
-from ..status.model import Ledger, by_reason
+from ..status.model import Ledger
 from ..store.retry import RETRYABLE
 from .microbatch import Batch
 

@@ -74,9 +74,9 @@ def test_each_packet_is_read_once_by_a_rank(joined: Run, monkeypatch: pytest.Mon
     asked: list[str] = []
     replies = module.fetch_replies
 
-    def spy(run: Run, keys: Any, *arguments: Any) -> Any:
-        asked.extend(keys)
-        return replies(run, keys, *arguments)
+    def spy(run: Run, hashes: Any) -> Any:
+        asked.extend(key for key, *_ in hashes)
+        return replies(run, hashes)
 
     monkeypatch.setattr(module, "fetch_replies", spy)
     stored = StoredGroups(0, 6)
