@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     settings = DemoSettings(run=f"demo-{secrets.token_hex(4)}", **given)
     process = settings_from(arguments)
-    console, signals = Console(), Signals()
+    console, signals = Console(), Signals("demo")
     try:
         progress = demonstrate(
             settings,

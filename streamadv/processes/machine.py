@@ -17,6 +17,7 @@ from .kept import GRACE_S, Kept
 from .worker import Worker, worker_command
 
 LOOK_S: Final = 0.1
+ENDING: Final = f"ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"
 
 #: Takes each line of a process, and whether it is of stderr; called in threads.
 Show = Callable[[str, bool], object]
@@ -78,15 +79,18 @@ class Plan:
         return ", ".join(parts)
 
 
-class Signals:
-    """SIGINT and SIGTERM of this process, from here on: the first one is noted, the second ends the process at once.
+class Signals(threading.Event):
+    """SIGINT and SIGTERM of this process, from here on: the first one sets it, the second ends the process at once.
 
-    What the process has started ends with it.
+    What the process has started ends with it. who: in front of what is said on stderr. text, event: what is said, and
+    logged, of the first one.
     """
 
-    def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self._noted = threading.Event()
+    number: signal.Signals | None = None
+
+    def __init__(self, who: str | None, text: str = ENDING, event: str = "machine") -> None:
+        super().__init__()
+        self.who, self._text, self._event = who, text, event
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
@@ -94,14 +98,8 @@ class Signals:
         if self.number is not None:
             os._exit(128 + number)
         self.number = signal.Signals(number)
-        self._noted.set()
-        say(
-            f"{self.number.name}: ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"
-        )
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for a signal, None: as long as it takes. Returns whether there was one."""
-        return self._noted.wait(seconds)
+        self.set()
+        say(f"{self.number.name}: {self._text}", self.who, self._event)
 
 
 def run_machine(plan: Plan, signals: Signals, look: Callable[[Crew], object]) -> int:
@@ -179,9 +177,9 @@ class Crew:
             worker.wait()
 
 
-def say(text: str) -> None:
-    """One line on stderr."""
-    os.write(2, f"{logs.announcement(text, 'machine', who='up')}\n".encode())  # signal handlers call this
+def say(text: str, who: str | None = "up", event: str = "machine") -> None:
+    """One line on stderr. Signal handlers call this: a log they may have interrupted in a line would fail."""
+    os.write(2, f"{logs.announcement(text, event, who=who)}\n".encode())
 
 
 def scorer_name(function: str) -> str:

@@ -264,7 +264,7 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
     monkeypatch.setattr(machine.signal, "signal", lambda *_: None)
     plan = machine.Plan({}, workers=2, metrics_port=given)
     with pytest.raises(KeyboardInterrupt):
-        machine.run_machine(plan, machine.Signals(), lambda _: None)
+        machine.run_machine(plan, machine.Signals("up"), lambda _: None)
     assert set(started) == ports
 
 
