@@ -143,10 +143,8 @@ class Crew:
             self.workers[name] = Worker(name, command, environment, show, until_done=name in plan.programs)
 
     def start(self) -> None:
-        for worker in self.workers.values():
-            worker.start()
-        for command in self._commands:
-            command.start()
+        for each in (*self.workers.values(), *self._commands):
+            each.start()
 
     def look_after(self) -> None:
         """Start again what has ended, when it is due. Raises ProcessEndedError."""
@@ -167,14 +165,11 @@ class Crew:
 
     def end(self, number: signal.Signals) -> None:
         """Commands first, by the signal that was given; workers then finish what is in hand."""
-        for command in self._commands:
-            command.send(number)
-        for command in self._commands:
-            command.wait()
-        for worker in self.workers.values():
-            worker.terminate()
-        for worker in self.workers.values():
-            worker.wait()
+        for together, sent in ((self._commands, number), (self.workers.values(), signal.SIGTERM)):
+            for each in together:
+                each.send(sent)
+            for each in together:
+                each.wait()
 
 
 def say(text: str, who: str | None = "up", event: str = "machine") -> None:
@@ -188,23 +183,16 @@ def scorer_name(function: str) -> str:
 
 
 def _kept_commands(plan: Plan) -> list[Kept]:
-    if len(plan.commands) == 1:
-        (command,) = plan.commands
-        return [Kept(name_of(command), command, plan.environment, None)]
+    names = [name_of(command) for command in plan.commands]
+    if len(names) == 1:
+        return [Kept(names[0], plan.commands[0], plan.environment, None)]
     environment = {**plan.environment, "PYTHONUNBUFFERED": "1"}  # into a pipe, lines would come late
-    return [
-        Kept(name, command, environment, _prefixed(name, 1))
-        for name, command in zip(names_of(plan.commands), plan.commands, strict=True)
-    ]
-
-
-def names_of(commands: Sequence[Sequence[str]]) -> list[str]:
-    """A short name for each command, no two the same."""
-    names = [name_of(command) for command in commands]
-    return [
-        name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}"
-        for place, name in enumerate(names)
-    ]
+    kept = []
+    for place, (name, command) in enumerate(zip(names, plan.commands, strict=True)):
+        if names.count(name) > 1:
+            name = f"{name}-{names[: place + 1].count(name)}"
+        kept.append(Kept(name, command, environment, _prefixed(name, 1)))
+    return kept
 
 
 def name_of(command: Sequence[str]) -> str:

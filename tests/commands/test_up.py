@@ -246,7 +246,8 @@ def test_commands_are_split_and_named() -> None:
         ["python", "-m", "pkg.play"],
         ["sh"],
     ]
-    assert machine.names_of(commands) == ["train", "sh-1", "pkg.play", "sh-2"]
+    kept = machine._kept_commands(machine.Plan({}, commands=commands))
+    assert [each.name for each in kept] == ["train", "sh-1", "pkg.play", "sh-2"]
 
 
 @pytest.mark.parametrize(("given", "ports"), [(0, {"0"}), (9100, {"9100", "9101", "9102"})])
