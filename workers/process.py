@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
-from types import FrameType
 from typing import Final, NoReturn
 
 from streamadv import metrics, tracing
-from streamadv.logs import announcement
 from streamadv.messages import log_fields
+from streamadv.processes.machine import Signals
 from streamadv.processes.memory import collect_rarely
 from streamadv.run import Run, open_run
 from streamadv.run.consumer import GROUPER
 from streamadv.settings import Settings
 from streamadv.status.read import read_server
 from streamadv.store.connection import Connection
-from streamadv.store.retry import RETRYABLE, Outage
+from streamadv.store.retry import patiently
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +27,7 @@ PROBE_S: Final = 2.0
 
 def stop_on_signals() -> threading.Event:
     """An event that SIGTERM and SIGINT set; the second signal ends the process at once."""
-    stop = threading.Event()
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-        # Not by logging, which this may interrupt in the middle of a line and then fails.
-        text = f"{signal.Signals(number).name}: finishing what is in hand"
-        os.write(2, f"{announcement(text, 'stopping')}\n".encode())
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    return stop
+    return Signals(None, "finishing what is in hand", "stopping")
 
 
 def leave() -> NoReturn:
@@ -67,21 +53,18 @@ def join_run(settings: Settings, stop: threading.Event, stage: str) -> Run:
 
     metrics.serve(settings.metrics_port, settings.run, settings.metrics_host, not_ready)
 
-    def on_wait(_error: Exception) -> None:
-        if stop.is_set():
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
             raise KeyboardInterrupt
 
-    outage = Outage(stage, settings.run, sleep=stop.wait)
-    while True:
-        connection.wait_until_ready(on_wait=on_wait)
-        try:
-            run = open_run(connection, settings.run)
-            warn_of_server(run, stage)
-            outage.over()
-            break
-        except RETRYABLE as error:  # gone again by now, or it answers but does not write for a while
-            on_wait(error)
-            outage.pause_after(error)
+    def join() -> Run:
+        connection.wait_until_ready(on_wait=lambda _: pause(0))
+        run = open_run(connection, settings.run)
+        warn_of_server(run, stage)
+        return run
+
+    # The server may be gone again by now, or it answers but does not write for a while.
+    run = patiently(join, stage, settings.run, sleep=pause)
     has_joined = True
     return run
 

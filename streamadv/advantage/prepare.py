@@ -13,13 +13,14 @@ from ..algorithms.chain import Chain, cut_chain
 from ..batch.exclusion import read_exclusions
 from ..batch.record import Death, WorkItem, find_record, read_records, work_items
 from ..errors import BatchLostError, SettingError, WireError
-from ..grouping.groups_log import ENTRY_ID, LoggedGroup, Pointer, read_groups
+from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
 from ..messages import first_problem, log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
 from ..run.kept import share_kept
 from ..run.malformed import reject
 from ..run.packets import fetch_columns
+from ..store.keys import ENTRY_ID
 from ..trajectory.columns import Array
 
 logger = logging.getLogger(__name__)

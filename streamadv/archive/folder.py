@@ -12,31 +12,16 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from ..errors import SettingError
-from ..store.keys import RunKeys
+from ..store.keys import EntryId, RunKeys
 from ..store.replies import as_int
 
 #: What a folder is the archive of: a JSON object with the run's name, salts and creation. Whoever writes locks it.
 ABOUT: Final = "_archive.json"  # readers of a folder of Parquet files pass over names that begin so
 _NAME: Final = re.compile(r"kept\.([0-9]+)\.([0-9]+-[0-9]+)\.([0-9]+-[0-9]+)\.(\w+)")
 _UNFINISHED: Final = ".unfinished"
-
-
-class EntryId(NamedTuple):
-    """The id of an entry of a stream, which sorts as its stream does."""
-
-    ms: int
-    number: int
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        ms, _, number = text.partition("-")
-        return cls(int(ms), int(number))
-
-    def __str__(self) -> str:
-        return f"{self.ms}-{self.number}"
 
 
 #: Before every entry.

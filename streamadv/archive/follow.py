@@ -23,13 +23,13 @@ from ..run.packets import fetch_columns
 from ..status.kept import columns_of_group, trajectories_of
 from ..status.seen import KeptEntry, SeenGroup
 from ..status.why import why
-from ..store.keys import RUNS
+from ..store.keys import RUNS, EntryId
 from ..store.replies import as_count, as_int, as_text
 from ..store.retry import RETRYABLE, Outage
 from ..trajectory.columns import Array
 from ..trajectory.packet import column_kind
 from ..trajectory.schema import Column, Trajectory
-from .folder import NO_ENTRY, EntryId, Folder
+from .folder import NO_ENTRY, Folder
 
 STAGE: Final = "archive"
 #: Entries of one read, and payload bytes that are in memory at once.

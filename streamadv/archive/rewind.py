@@ -24,6 +24,7 @@ from ..run.consumer import Entry
 from ..run.kept import RESULTS_OF, Numbers, unpack_results
 from ..status.kept import count_at
 from ..status.seen import KeptEntry, SeenGroup
+from ..store.keys import EntryId
 from ..trainer.plan import Rank, Share, share_of
 from ..trajectory.columns import Array
 from ..trajectory.members import offsets
@@ -110,7 +111,7 @@ def find_batch(source: Source, k: int) -> KeptBatch:
             f"no group of batch {k} is kept in {source.name}: the run keeps a share of those that were trained on "
             "(settings keep, keep_bytes), `streamadv show --where kept` lists them"
         )
-    newest = max(found.values(), key=lambda entries: max(int(e.id.partition("-")[0]) for e in entries))
+    newest = max(found.values(), key=lambda entries: max(EntryId.of(e.id) for e in entries))
     return _kept_batch(source, k, newest, outcomes)
 
 

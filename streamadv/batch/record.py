@@ -16,11 +16,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..algorithms.chain import cut_chain
 from ..errors import WireError
-from ..grouping.groups_log import ENTRY_ID, Pointer
+from ..grouping.groups_log import Pointer
 from ..messages import brief, first_problem
 from ..run import Run
 from ..run.ledger import ENDINGS
 from ..run.malformed import reject
+from ..store.keys import ENTRY_ID
 from ..trajectory.columns import KNOWN_COLUMNS
 
 

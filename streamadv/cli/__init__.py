@@ -126,7 +126,7 @@ def add_redis_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_one_shot_options(parser: argparse.ArgumentParser, json: str | None = None) -> None:
-    """Options of commands that do one thing with a server and end; they connect by `connect_once` or `joined`.
+    """Options of commands that do one thing with a server and end; they connect by `connect` or `joined`.
 
     json: what --json prints, if there is that option.
     """
@@ -191,29 +191,20 @@ def flags_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return flags | {"run": parsed.get("run_name")}
 
 
-def connect(settings: Settings) -> Connection:
-    """A connection of a process that runs for long: the server is asked until it answers.
-
-    Raises SettingError if none was given.
-    """
-    connection = Connection(settings.url)
-    connection.wait_until_ready()
-    return connection
-
-
-def connect_once(arguments: argparse.Namespace, *, reading: bool = False) -> Connection:
-    """A connection of a command that does one thing, and gives up after --wait.
+def connect(arguments: argparse.Namespace, *, reading: bool = False) -> Connection:
+    """A connection of a command, which gives up after --wait; without that option the server is asked until it answers.
 
     reading: a server that only refuses writes will do. Raises SettingError if no server was given,
     ServerUnreachableError.
     """
-    connection = Connection(settings_from(arguments).url, reply_timeout=arguments.wait)
-    connection.wait_until_ready(arguments.wait, reading=reading)
+    wait: float | None = vars(arguments).get("wait")
+    connection = Connection(settings_from(arguments).url, reply_timeout=wait)
+    connection.wait_until_ready(wait, reading=reading)
     return connection
 
 
 @contextmanager
 def joined(arguments: argparse.Namespace, *, reading: bool = False) -> Iterator[Run]:
-    """The run that --run or STREAMADV_RUN names, over `connect_once`. Raises SettingError if it does not exist."""
-    with connect_once(arguments, reading=reading) as connection:
+    """The run that --run or STREAMADV_RUN names, over `connect`. Raises SettingError if it does not exist."""
+    with connect(arguments, reading=reading) as connection:
         yield find_run(connection, settings_from(arguments).run)

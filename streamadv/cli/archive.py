@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..archive.table import PARQUET
     from ..run import find_run
 
-    with connect(settings) as connection:
+    with connect(arguments) as connection:
         found = find_run(connection, settings.run)
         folder = create_folder(arguments.folder, found.keys, created_at(found))
         with Archive(found, folder, PARQUET) as archive:

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
             refuse(connection, "")  # before there is a file
         return output.open("ab")
 
-    with connect(settings) as connection, opened(connection) as file:
+    with connect(arguments) as connection, opened(connection) as file:
         job = _job_of(file, output)
         written = {} if output is None else recover(output)
         refuse(connection, job)

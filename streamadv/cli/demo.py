@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     settings = DemoSettings(run=f"demo-{secrets.token_hex(4)}", **given)
     process = settings_from(arguments)
-    console, signals = Console(), Signals()
+    console, signals = Console(), Signals("demo")
     try:
         progress = demonstrate(
             settings,
@@ -126,13 +126,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
         if path is not None and not path.absolute().parent.is_dir():
             raise SettingError(f"{flag} {path}: there is no folder {path.absolute().parent}")
-    if arguments.estimator != DEFAULT_ESTIMATOR:
-        check_estimator(arguments.estimator)
-
-
-def check_estimator(name: str) -> None:
-    """Raise SettingError if `name` is no estimator, or needs a column the demo does not have."""
-    from ..algorithms.chain.config import parse_config
+    if (name := arguments.estimator) == DEFAULT_ESTIMATOR:
+        return
+    from ..algorithms.chain.config import parse_config  # imports torch
     from ..algorithms.registry import get_estimator
 
     parse_config({"estimator": name})

@@ -53,9 +53,15 @@ def trajectories_of(path: Path, given: str | None) -> Iterator[Trajectory]:
 
 
 def number_in(path: Path, given: str | None) -> int | None:
-    """Trajectories in a file, for a progress bar; None where only reading it tells."""
-    is_lines = (given or DEFAULT_FORMAT) == DEFAULT_FORMAT and not path.is_dir()
-    return lines_in(path) if is_lines else None
+    """Trajectories in a file, for a progress bar; None where only reading it tells, such as of a pipe."""
+    try:
+        if given not in (None, DEFAULT_FORMAT) or not S_ISREG(path.stat().st_mode):
+            return None
+        with path.open("rb") as file:
+            chunks = iter(lambda: file.read(READ_BYTES), b"")
+            return sum(chunk.count(b"\n") for chunk in chunks)
+    except OSError:  # whoever reads it says so
+        return None
 
 
 #: Called with how many more are done.
@@ -90,18 +96,6 @@ def progress(what: str, total: int | None = None) -> Iterator[Advance]:
                 shown.update(task, rate=f"{now.completed / now.elapsed:.0f}/s")
 
         yield advance
-
-
-def lines_in(path: Path) -> int | None:
-    """Lines of a file that is there; None for anything else, such as a pipe."""
-    try:
-        if not S_ISREG(path.stat().st_mode):
-            return None
-        with path.open("rb") as file:
-            chunks = iter(lambda: file.read(READ_BYTES), b"")
-            return sum(chunk.count(b"\n") for chunk in chunks)
-    except OSError:  # whoever reads it says so
-        return None
 
 
 #: Width of a column at most; a longer name moves the rest of its line.

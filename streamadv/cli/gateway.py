@@ -100,30 +100,16 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         default={"temperature": 1.0},
         help='how the policy is sampled (default: {"temperature": 1.0})',
     )
-    parser.add_argument(
-        "--allow-sampling", action="store_true", help="agents choose their own temperature, top_p and so on"
-    )
-    parser.add_argument(
-        "--allow-history",
-        action="store_true",
-        help="a rollout may begin with messages of an assistant, such as examples",
-    )
-    parser.add_argument(
-        "--rerender",
-        action="store_true",
-        help="in tokens mode: prompts as the template writes them, also where it changes earlier turns",
-    )
-    parser.add_argument(
-        "--live-streams",
-        action="store_true",
-        help="streams of chat completions and completions leave while the engine samples, asked with messages; costs "
-        "more processor time (default: streams are made of whole answers)",
-    )
-    parser.add_argument(
-        "--load-weights",
-        action="store_true",
-        help="load the weights that the trainer names into the engines: vLLM 0.32 with VLLM_SERVER_DEV_MODE=1",
-    )
+    for option, text in {
+        "--allow-sampling": "agents choose their own temperature, top_p and so on",
+        "--allow-history": "a rollout may begin with messages of an assistant, such as examples",
+        "--rerender": "in tokens mode: prompts as the template writes them, also where it changes earlier turns",
+        "--live-streams": "streams of chat completions and completions leave while the engine samples, asked with "
+        "messages; costs more processor time (default: streams are made of whole answers)",
+        "--load-weights": "load the weights that the trainer names into the engines: vLLM 0.32 with "
+        "VLLM_SERVER_DEV_MODE=1",
+    }.items():
+        parser.add_argument(option, action="store_true", help=text)
     for option, default, text in (
         ("--idle-s", 600.0, "a group ends after so long without a turn"),
         ("--answer-s", 1800.0, "an engine has so long for an answer"),

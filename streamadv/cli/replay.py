@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         source = itertools.chain(list(itertools.islice(source, 1)), source)
     codes: Counter[str] = Counter()
     total = None if arguments.follow else number_in(path, arguments.format)
-    with connect(settings) as connection, Producer(connection, settings.run) as producer:
+    with connect(arguments) as connection, Producer(connection, settings.run) as producer:
         metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
         finished = False
         try:

@@ -63,7 +63,9 @@ def rewind(arguments: argparse.Namespace) -> int:
             difference = first_difference(batch, again)
             print(printable(f"first difference: {difference}" if difference else "bit-identical"))
             return FAILED if difference else 0
-        record = compare.with_chain(batch, _chain(arguments.chain))
+        path = Path(arguments.chain)
+        is_file = path.suffix == ".json" or path.is_file()
+        record = compare.with_chain(batch, read_chain(path, "--chain") if is_file else arguments.chain)
         changes = compare.compare(source, batch, computed(source, batch, device, record))
     print(in_columns([COLUMNS, *_rows(changes)], numbers=True))
     return 0
@@ -79,12 +81,6 @@ def _source(arguments: argparse.Namespace) -> Iterator[Source]:
         return
     with joined(arguments, reading=True) as run:
         yield RunSource(run)
-
-
-def _chain(given: str) -> str | dict[str, Any]:
-    """A chain from a file, or a preset's name. Raises SettingError for a file that is none."""
-    path = Path(given)
-    return read_chain(path, "--chain") if path.suffix == ".json" or path.is_file() else given
 
 
 def _rows(changes: Mapping[str, Change]) -> Iterator[tuple[str, ...]]:

@@ -20,7 +20,7 @@ from ..status.audit import delete_run
 from ..store.keys import RUNS
 from ..store.replies import as_int, as_text, as_texts
 from ..units import counted, seconds_text, size_text
-from . import add_one_shot_options, connect_once, joined, settings_from
+from . import add_one_shot_options, connect, joined, settings_from
 from .files import in_columns
 from .run_options import add_run_options, run_settings_from
 from .status import stage_of
@@ -64,7 +64,7 @@ COLUMNS: Final = ("RUN", "CREATED (UTC)", "ACTIVE", "VERSION", "PUSHED", "TRAINE
 
 def list_runs(arguments: argparse.Namespace) -> None:
     """Print every run; what cannot be read is listed with the reason."""
-    with connect_once(arguments, reading=True) as connection:
+    with connect(arguments, reading=True) as connection:
         runs: Any = connection.scripts.hgetall(RUNS)
         rows: list[tuple[str, ...]] = [COLUMNS]
         for raw, value in sorted(runs.items()):
@@ -105,7 +105,7 @@ def _created(value: bytes) -> str | None:
 
 def create_one(arguments: argparse.Namespace) -> None:
     """Write the settings of a run and print them."""
-    with connect_once(arguments) as connection:
+    with connect(arguments) as connection:
         run = open_run(connection, settings_from(arguments).run, run_settings_from(arguments))
         _show(run, arguments)
 
@@ -161,7 +161,7 @@ def delete_one(arguments: argparse.Namespace) -> None:
     """Delete one run, which must be named."""
     if arguments.run_name is None:
         raise SettingError("--run is not given: name the run to delete")
-    with connect_once(arguments) as connection:
+    with connect(arguments) as connection:
         name = settings_from(arguments).run
         try:
             run = find_run(connection, name)

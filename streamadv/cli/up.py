@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         require("--gateway", *TO_SERVE)
     elif arguments.load_weights:
         raise SettingError("--load-weights is of a gateway: give --gateway URL too, or leave it out")
-    signals = Signals()
+    signals = Signals("up")
     with ExitStack() as stack:
         url, shown, check_server = _server(settings, arguments, stack)
         environment = {

@@ -70,7 +70,7 @@ def open_page(url: str, run: str, signals: Signals) -> Iterator[str]:
         _open(address)
         yield address
         if sys.stdin.isatty() and signals.number is None:
-            say(f"the run has ended, its page stays at {address}: Ctrl-C ends it")
+            say(f"the run has ended, its page stays at {address}: Ctrl-C ends it", signals.who)
             signals.wait()
 
 

@@ -157,10 +157,6 @@ class Conductor:
         self.progress.phase = "done"
         self._show()
 
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
-
     def look(self, crew: Crew) -> None:
         """Take in what has happened since the last look."""
         started = [name for name, worker in crew.workers.items() if worker.starts != self._starts.get(name)]
@@ -211,6 +207,6 @@ class Conductor:
             self._view.say(f"{version} updates: rollouts finish, what is under way is still trained")
 
     def _show(self) -> None:
-        self.progress.seconds = self._seconds
-        self.progress.read(self._read_status(), self._seconds)
+        self.progress.seconds = seconds = time.monotonic() - self._began
+        self.progress.read(self._read_status(), seconds)
         self._view.show(self.progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from aiohttp import web
 from .. import doors, metrics
 from ..errors import SettingError
 from ..messages import log_fields
+from ..processes.memory import collect_rarely
 from ..producer.producer import Producer
 from ..settings import Settings
 from ..store.urls import host_and_port, is_loopback
@@ -82,7 +82,8 @@ async def serve(
         runner = front.runner(shutdown_s=1.0)
         try:
             await runner.setup()
-            _look_for_cycles_rarely()
+            # An answer brings an object for each token, none is part of a cycle: looking through them costs a third.
+            collect_rarely(50_000, 20, 50)
             await _listen(runner, place, tls)
             host, port = runner.addresses[0][:2]
             metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
@@ -93,13 +94,6 @@ async def serve(
             sweeping.cancel()
             await runner.cleanup()
             await engines.close()
-
-
-def _look_for_cycles_rarely() -> None:
-    """An answer brings an object for each token, and none is part of a cycle: looking through them costs a third."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 async def _listen(runner: web.AppRunner, place: Place, tls: ssl.SSLContext | None) -> None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, FiniteFloat, TypeAdapter
 from ..errors import BatchLostError, WireError
 from ..messages import brief, first_problem
 from ..run import Run
-from ..store.keys import RunKeys
+from ..store.keys import EntryId, RunKeys
 from ..store.replies import MAX_TEXT, as_text
 from ..trajectory.columns import COLUMN_NAME
 from ..trajectory.member_table import cut_tables, read_tables
@@ -26,8 +26,6 @@ from ..trajectory.members import NO_MEMBERS, Members, Named, Positions, offsets
 from ..trajectory.packet import StoredPacket
 
 G = TypeVar("G")
-
-ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 #: Characters of the head of a group: its numbers, and the data source.
 MAX_HEAD: Final = 100 + MAX_TEXT
@@ -117,12 +115,13 @@ class LoggedGroup:
     @property
     def logged_ms(self) -> int:
         """When it was completed: the log assigns the id by the server's clock."""
-        return int(self.entry.partition("-")[0])
+        return EntryId.of(self.entry).ms
 
     @property
     def position(self) -> tuple[int, int, int]:
         """Sorts groups by age, and those of one shard as they stand in its log: one script logs many in a ms."""
-        return self.logged_ms, self.shard, int(self.entry.partition("-")[2])
+        ms, number = EntryId.of(self.entry)
+        return ms, self.shard, number
 
     @property
     def begun_epoch(self) -> int:
@@ -367,7 +366,7 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
         ids.setdefault(pointer.shard, []).append(pointer.entry)
     pipe = run.connection.scripts.pipeline(transaction=False)
     for shard, in_shard in ids.items():
-        in_shard.sort(key=lambda entry: [int(part) for part in entry.split("-")])
+        in_shard.sort(key=EntryId.of)
         pipe.xrange(run.keys.shard(shard).groups, in_shard[0], in_shard[-1], len(in_shard))
     replies: Any = pipe.execute()
     entries: dict[tuple[int, str], Mapping[bytes, bytes]] = {

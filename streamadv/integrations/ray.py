@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -395,7 +396,7 @@ class WorkerActor:
             self._health = replace(self._health, state="failed", detail=detail)
             _say(detail)
             return
-        self._worker.terminate()
+        self._worker.send(signal.SIGTERM)
         self._worker.wait()
         self._health = replace(self._health, state="stopped")
 

@@ -17,6 +17,7 @@ from .kept import GRACE_S, Kept
 from .worker import Worker, worker_command
 
 LOOK_S: Final = 0.1
+ENDING: Final = f"ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"
 
 #: Takes each line of a process, and whether it is of stderr; called in threads.
 Show = Callable[[str, bool], object]
@@ -78,15 +79,18 @@ class Plan:
         return ", ".join(parts)
 
 
-class Signals:
-    """SIGINT and SIGTERM of this process, from here on: the first one is noted, the second ends the process at once.
+class Signals(threading.Event):
+    """SIGINT and SIGTERM of this process, from here on: the first one sets it, the second ends the process at once.
 
-    What the process has started ends with it.
+    What the process has started ends with it. who: in front of what is said on stderr. text, event: what is said, and
+    logged, of the first one.
     """
 
-    def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self._noted = threading.Event()
+    number: signal.Signals | None = None
+
+    def __init__(self, who: str | None, text: str = ENDING, event: str = "machine") -> None:
+        super().__init__()
+        self.who, self._text, self._event = who, text, event
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
@@ -94,14 +98,8 @@ class Signals:
         if self.number is not None:
             os._exit(128 + number)
         self.number = signal.Signals(number)
-        self._noted.set()
-        say(
-            f"{self.number.name}: ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"
-        )
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for a signal, None: as long as it takes. Returns whether there was one."""
-        return self._noted.wait(seconds)
+        self.set()
+        say(f"{self.number.name}: {self._text}", self.who, self._event)
 
 
 def run_machine(plan: Plan, signals: Signals, look: Callable[[Crew], object]) -> int:
@@ -145,10 +143,8 @@ class Crew:
             self.workers[name] = Worker(name, command, environment, show, until_done=name in plan.programs)
 
     def start(self) -> None:
-        for worker in self.workers.values():
-            worker.start()
-        for command in self._commands:
-            command.start()
+        for each in (*self.workers.values(), *self._commands):
+            each.start()
 
     def look_after(self) -> None:
         """Start again what has ended, when it is due. Raises ProcessEndedError."""
@@ -169,19 +165,16 @@ class Crew:
 
     def end(self, number: signal.Signals) -> None:
         """Commands first, by the signal that was given; workers then finish what is in hand."""
-        for command in self._commands:
-            command.send(number)
-        for command in self._commands:
-            command.wait()
-        for worker in self.workers.values():
-            worker.terminate()
-        for worker in self.workers.values():
-            worker.wait()
+        for together, sent in ((self._commands, number), (self.workers.values(), signal.SIGTERM)):
+            for each in together:
+                each.send(sent)
+            for each in together:
+                each.wait()
 
 
-def say(text: str) -> None:
-    """One line on stderr."""
-    os.write(2, f"{logs.announcement(text, 'machine', who='up')}\n".encode())  # signal handlers call this
+def say(text: str, who: str | None = "up", event: str = "machine") -> None:
+    """One line on stderr. Signal handlers call this: a log they may have interrupted in a line would fail."""
+    os.write(2, f"{logs.announcement(text, event, who=who)}\n".encode())
 
 
 def scorer_name(function: str) -> str:
@@ -190,23 +183,16 @@ def scorer_name(function: str) -> str:
 
 
 def _kept_commands(plan: Plan) -> list[Kept]:
-    if len(plan.commands) == 1:
-        (command,) = plan.commands
-        return [Kept(name_of(command), command, plan.environment, None)]
+    names = [name_of(command) for command in plan.commands]
+    if len(names) == 1:
+        return [Kept(names[0], plan.commands[0], plan.environment, None)]
     environment = {**plan.environment, "PYTHONUNBUFFERED": "1"}  # into a pipe, lines would come late
-    return [
-        Kept(name, command, environment, _prefixed(name, 1))
-        for name, command in zip(names_of(plan.commands), plan.commands, strict=True)
-    ]
-
-
-def names_of(commands: Sequence[Sequence[str]]) -> list[str]:
-    """A short name for each command, no two the same."""
-    names = [name_of(command) for command in commands]
-    return [
-        name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}"
-        for place, name in enumerate(names)
-    ]
+    kept = []
+    for place, (name, command) in enumerate(zip(names, plan.commands, strict=True)):
+        if names.count(name) > 1:
+            name = f"{name}-{names[: place + 1].count(name)}"
+        kept.append(Kept(name, command, environment, _prefixed(name, 1)))
+    return kept
 
 
 def name_of(command: Sequence[str]) -> str:

@@ -11,15 +11,15 @@ from typing import Final
 NEW_OBJECTS: Final = 20_000
 
 
-def collect_rarely() -> None:
+def collect_rarely(*thresholds: int) -> None:
     """Have the collector leave alone what the process has loaded so far, and look at what is new less often.
 
     A full collection otherwise walks every module, class and function again and again: with torch hundreds of thousands
-    of objects.
+    of objects. thresholds: as `gc.set_threshold` takes them; none: NEW_OBJECTS.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS)
+    gc.set_threshold(*thresholds or (NEW_OBJECTS,))
 
 
 _M_TRIM_THRESHOLD: Final = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -80,10 +79,6 @@ class Worker(Kept):
         delay = min(LONGEST_S, FIRST_S * 2.0 ** (self._ends - 1))
         self._due = now + delay
         return f"{self.name} ended with status {status}, is started again in {delay:g} s"
-
-    def terminate(self) -> None:
-        """Ask it to end: it finishes what is in hand, and gives back what it has only read."""
-        self.send(signal.SIGTERM)
 
 
 def worker_command(words: Sequence[str]) -> list[str]:

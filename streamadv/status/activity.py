@@ -20,7 +20,7 @@ from ..run import Run, find_run
 from ..run.consumer import NOBODY
 from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S, heard_ranks
 from ..store.connection import Connection
-from ..store.keys import LAST_ID, RUNS, ShardKeys
+from ..store.keys import ENTRY_ID, LAST_ID, RUNS, EntryId, ShardKeys
 from ..store.replies import as_mapping, as_texts, or_nothing, replies_of
 from ..trajectory.members import Members
 from .model import Lack, ProducerState, Staleness, Worker
@@ -40,7 +40,6 @@ HEAD: Final = re.compile(rb"[a-z]+ (?P<size>[0-9]{1,15}) [0-9]+ (?P<opened_ms>[0
 SLOT_MAP: Final = re.compile(rb"[.pusx]+")
 #: Groups at the head of each shard's log whose staleness is read.
 LOG_LOOKED_AT: Final = 64
-ENTRY: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,10 @@ def read_activity(run: Run, now_ms: int) -> Activity:
     ended: dict[str, list[str]] = {}
     for keys in run.keys.shards:
         open_groups.append((keys, next(reply)))
-        last_ms += [_ms(_last_id(next(reply))) for _ in range(2)]
+        last_ms += [EntryId.of(_last_id(next(reply))).ms for _ in range(2)]
         for name, stream in streams_of(run, keys).items():
             last_id = _last_id(next(reply))
-            last_ms.append(_ms(last_id))
+            last_ms.append(EntryId.of(last_id).ms)
             if last_id == LAST_ID:
                 ended.setdefault(name, []).append(stream.key)
             consumers.setdefault(name, []).extend(as_mapping(consumer) for consumer in next(reply))
@@ -128,9 +127,9 @@ def read_staleness(run: Run, version: int) -> Staleness:
         trained = [
             entry
             for entry, owner in as_texts(owners).items()
-            if ENTRY.fullmatch(entry) and OWNER.fullmatch(owner) and int(owner.partition("-")[0]) < version
+            if ENTRY_ID.fullmatch(entry) and OWNER.fullmatch(owner) and int(owner.partition("-")[0]) < version
         ]
-        last = max(trained, key=lambda entry: tuple(map(int, entry.split("-"))), default=None)
+        last = max(trained, key=EntryId.of, default=None)
         pipe.xrange(keys.groups, min="-" if last is None else f"({last}", count=LOG_LOOKED_AT)
     entries = [(shard, *entry) for shard, page in enumerate(pipe.execute()) for entry in page]
     groups = parse_groups(run.keys, entries)
@@ -162,10 +161,6 @@ def _alive(run: Run) -> list[str]:
 def _last_id(stream: Any) -> str:
     """Of the last entry that the stream has ever had."""
     return as_mapping(stream)["last-generated-id"].decode() if stream else "0-0"
-
-
-def _ms(entry_id: str) -> int:
-    return int(entry_id.partition("-")[0])
 
 
 def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], now_ms: int) -> Lack:

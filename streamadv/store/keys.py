@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple, Self
 
 from redis.crc import key_slot
 
@@ -21,11 +21,28 @@ from ..messages import brief
 RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 CLUSTER_SLOTS: Final = 16384
 
+ENTRY_ID: Final = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 #: The last id that an entry of a stream can have: after it a stream takes no more.
 LAST_ID: Final = f"{2**64 - 1}-{2**64 - 1}"
 
 #: Hash of all runs of this server: name -> time of creation in ms.
 RUNS: Final = "streamadv:runs"
+
+
+class EntryId(NamedTuple):
+    """The id of an entry of a stream, which sorts as its stream does."""
+
+    ms: int
+    """When it was added, by the server's clock."""
+    number: int
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        ms, _, number = text.partition("-")
+        return cls(int(ms), int(number))
+
+    def __str__(self) -> str:
+        return f"{self.ms}-{self.number}"
 
 
 def check_run_name(run: str) -> str:

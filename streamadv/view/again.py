@@ -38,32 +38,29 @@ def compute_again(run: Run, k: int, chain: str) -> Again:
     again = Again(chain)
     try:
         require("to compute a batch again", *TO_COMPUTE)
-        _compute(again, run, k)
+        import torch
+
+        from ..archive.compare import compare, total, with_chain
+        from ..archive.rewind import find_batch, first_difference, rewind
+        from ..archive.source import RunSource
+
+        source = RunSource(run)
+        batch = find_batch(source, k)
+        again.about = batch.about()
+        record = with_chain(batch, _chain(chain)) if chain else None
+        computed = rewind(source, batch, torch.device("cpu"), record)
+        if record is None:
+            difference = first_difference(batch, computed)
+            again.is_same = difference is None
+            again.verdict = f"first difference: {difference}" if difference else "bit-identical"
+        else:
+            changes = compare(source, batch, computed)
+            of_all = total(changes.values())
+            again.changes = {**changes, "all": of_all} if len(changes) > 1 else changes
+            again.verdict = _in_words(of_all)
     except StreamadvError as error:
         again.problem = str(error)
     return again
-
-
-def _compute(again: Again, run: Run, k: int) -> None:
-    import torch
-
-    from ..archive.compare import compare, total, with_chain
-    from ..archive.rewind import find_batch, first_difference, rewind
-    from ..archive.source import RunSource
-
-    source, device = RunSource(run), torch.device("cpu")
-    batch = find_batch(source, k)
-    again.about = batch.about()
-    if not again.chain:
-        difference = first_difference(batch, rewind(source, batch, device))
-        again.is_same = difference is None
-        again.verdict = f"first difference: {difference}" if difference else "bit-identical"
-        return
-    record = with_chain(batch, _chain(again.chain))
-    changes = compare(source, batch, rewind(source, batch, device, record))
-    of_all = total(changes.values())
-    again.changes = {**changes, "all": of_all} if len(changes) > 1 else changes
-    again.verdict = _in_words(of_all)
 
 
 def _chain(text: str) -> str | dict[str, Any]:

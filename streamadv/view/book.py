@@ -15,12 +15,12 @@ from itertools import chain, pairwise
 from typing import Any, Final, Self
 
 from .. import clock
-from ..archive.folder import EntryId
 from ..errors import SettingError
 from ..messages import brief
 from ..run import Run, Shard
 from ..status.seen import PLACES, SeenGroup, Where, kept_pages, read_groups_at
 from ..status.why import why
+from ..store.keys import EntryId
 
 #: Lines of a page.
 PAGE: Final = 100

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamadv.cli import main
-from streamadv.cli.files import lines_in, progress
+from streamadv.cli.files import number_in, progress
 from streamadv.trajectory.interchange import write_trajectory
 from tests.support import trajectory
 
@@ -94,9 +94,9 @@ def test_lines_are_counted_in_files_only(tmp_path: Path) -> None:
     with file.open("wb") as target:
         for index in range(3):
             write_trajectory(target, trajectory("g", index, 3))
-    assert lines_in(file) == 3
-    assert lines_in(tmp_path) is None
-    assert lines_in(tmp_path / "none") is None
+    assert number_in(file, None) == 3
+    assert number_in(tmp_path, None) is None
+    assert number_in(tmp_path / "none", None) is None
 
 
 def test_what_a_push_refuses_names_the_file(

@@ -246,7 +246,8 @@ def test_commands_are_split_and_named() -> None:
         ["python", "-m", "pkg.play"],
         ["sh"],
     ]
-    assert machine.names_of(commands) == ["train", "sh-1", "pkg.play", "sh-2"]
+    kept = machine._kept_commands(machine.Plan({}, commands=commands))
+    assert [each.name for each in kept] == ["train", "sh-1", "pkg.play", "sh-2"]
 
 
 @pytest.mark.parametrize(("given", "ports"), [(0, {"0"}), (9100, {"9100", "9101", "9102"})])
@@ -264,7 +265,7 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
     monkeypatch.setattr(machine.signal, "signal", lambda *_: None)
     plan = machine.Plan({}, workers=2, metrics_port=given)
     with pytest.raises(KeyboardInterrupt):
-        machine.run_machine(plan, machine.Signals(), lambda _: None)
+        machine.run_machine(plan, machine.Signals("up"), lambda _: None)
     assert set(started) == ports
 
 

@@ -38,7 +38,7 @@ def ended(
             return progress
 
         monkeypatch.setattr(supervisor, "demonstrate", demonstrate)
-        monkeypatch.setattr("streamadv.cli.demo.Signals", lambda: None)
+        monkeypatch.setattr("streamadv.cli.demo.Signals", lambda _: None)
         files = ["--json", str(tmp_path / "demo.json"), "--picture", str(tmp_path / "curve.png")]
         status = main(["demo", *flags, *files])
         return status, seen[0], json.loads((tmp_path / "demo.json").read_text())

@@ -57,8 +57,7 @@ class NoSignals(Signals):
     """Without handlers: `number` is set by the test."""
 
     def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self._noted = threading.Event()
+        threading.Event.__init__(self)
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_a_signal_ends_every_process(conduct: Callable[..., Progress]) -> None:
 
     def interrupt(_: str) -> None:
         signals.number = signal.SIGINT
-        signals._noted.set()
+        signals.set()
 
     conduct(Listener(interrupt), signals=signals, trainer="signal.pause()\n")
 

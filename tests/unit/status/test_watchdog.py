@@ -48,7 +48,7 @@ def status(
     fake: Connection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Any]:
     """What `streamadv status` prints of run r on the fake server."""
-    monkeypatch.setattr("streamadv.cli.connect_once", lambda *_, **__: fake)
+    monkeypatch.setattr("streamadv.cli.connect", lambda *_, **__: fake)
     # it would replace caplog's handler
     monkeypatch.setattr("streamadv.cli.set_up_logging", lambda *_, **__: None)
 
