@@ -10,14 +10,15 @@ import signal
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
 from typing import Any, Final
 
 from ..errors import SettingError, StreamadvError
+from ..launcher import ending_with_parent
 from ..messages import brief, log_fields, one_line
-from ..processes.kept import keeping
 from ..store.urls import PREFIX
 from .access import Access, AgainError, post
 
@@ -29,6 +30,8 @@ FILE: Final = "file"
 REWARD_FILE: Final = "STREAMADV_REWARD_FILE"
 #: Bytes that are read of it.
 MAX_REWARD: Final = 1 << 20
+#: Seconds between SIGTERM and SIGKILL for a process that is told to end.
+END_S: Final = 10.0
 #: Seconds that one request for a group waits for admission; then the next one does.
 ADMISSION_S: Final = 60.0
 
@@ -120,8 +123,10 @@ class Running:
 
     async def _run(self, name: str, environment: Mapping[str, str], file: Path) -> dict[str, Any]:
         """Run the process; what `Access.end` is told."""
+        program, *arguments = self.command
+        command = ending_with_parent([which(program) or program, *arguments], signal.SIGTERM)
         process = await asyncio.create_subprocess_exec(
-            *keeping(self.command), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -129,9 +134,7 @@ class Running:
         except TimeoutError:
             return {"fail": f"the process has not ended within {self.timeout_s:g} s", "reason": "aborted"}
         finally:
-            if process.returncode is None:
-                process.terminate()  # with all that it has started
-                await process.wait()
+            await _end_processes(process)
         if status < 0:
             return {"fail": f"the process was ended by {signal.Signals(-status).name}", "reason": "aborted"}
         try:
@@ -163,3 +166,19 @@ def _written(file: Path) -> bytes:
     if len(data) > MAX_REWARD:
         raise ValueError(f"{REWARD_FILE} has more than {MAX_REWARD} bytes")
     return data
+
+
+async def _end_processes(process: asyncio.subprocess.Process) -> None:
+    """End a process with all that it has started."""
+    _signal(process, signal.SIGTERM)
+    if process.returncode is None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.wait()
+    _signal(process, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

@@ -1,14 +1,14 @@
 """Runs one command in a process group of its own, and ends that whole group with itself or its parent.
 
 A program, run by its path with `python -I -S` and the arguments PARENT GRACE COMMAND...: the process id of the
-parent, and the seconds between asking the group to end and killing it. It passes signals on to the group. It ends as
-the command has, with its exit status or by its signal. To start at once, it imports nothing of the package.
+parent, and the seconds between asking the group to end and killing it. It passes signals on to the group. The exit
+status is the command's, or 128 plus the number of the signal that ended it. To start at once, it imports nothing of
+the package.
 """
 
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import sys
 
@@ -16,7 +16,7 @@ SET_PARENT_DEATH_SIGNAL = 1  # prctl, on Linux only: elsewhere a command outlive
 
 
 def main(parent: int, grace: float, command: list[str]) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; returns the exit status."""
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until it is known whom to pass them on to
     _end_with_parent(signal.SIGTERM)
@@ -54,12 +54,7 @@ def main(parent: int, grace: float, command: list[str]) -> int:
     # what it has left behind; its own id is not given away before the next line
     _to_group(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command may have left its own
-        with contextlib.suppress(OSError):  # SIGKILL needs no handler
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    return status
+    return status if status >= 0 else 128 - status
 
 
 def _end_with_parent(number: int) -> None:

@@ -17,11 +17,6 @@ KEEPER: Final = Path(__file__).with_name("keeper.py")
 GRACE_S: Final = 10.0
 
 
-def keeping(command: Sequence[str]) -> list[str]:
-    """What to start instead of a command, so that all it starts ends with it and with this process: see `keeper.py`."""
-    return [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), str(GRACE_S), *command]
-
-
 class Kept:
     """One command. Start it from a thread that lives as long as the process: on Linux it ends with that thread.
 
@@ -45,9 +40,10 @@ class Kept:
 
     def start(self) -> None:
         """Start it, or start it again after it has ended."""
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), str(GRACE_S)]
         piped = self._show is not None
         self._process = subprocess.Popen(
-            keeping(self._command),
+            [*keeper, *self._command],
             stdin=subprocess.DEVNULL if piped else None,
             stdout=subprocess.PIPE if piped else None,
             stderr=subprocess.PIPE if piped else None,
@@ -75,7 +71,7 @@ class Kept:
         if self._process is None:
             return None
         status = self._process.poll()
-        return status if status is None or status >= 0 else 128 - status
+        return status if status is None or status >= 0 else 128 - status  # < 0: its keeper was killed
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it and what it has started; it is killed if it has not ended GRACE_S later."""
