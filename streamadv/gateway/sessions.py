@@ -82,7 +82,6 @@ class Session:
         self.kept.append(record)
         if len(self.episode.breaks) > before:
             instruments.child(instruments.GATEWAY_BREAKS, turn.joins).inc()
-            instruments.GATEWAY_REPEATED.inc(len(turn.choices[0].prompt_ids))
 
 
 class Sessions:
@@ -161,7 +160,6 @@ class Sessions:
     def _add_all(self, session: Session, records: list[bytes]) -> None:
         for record in records:
             session.add(unpack(record, session.episode), record)
-        instruments.GATEWAY_RESTORED.inc(len(records))
 
     async def commit(self, session: Session, turn: Turn) -> None:
         """Append a turn; afterwards its answer may leave. Raises RefusedError."""
