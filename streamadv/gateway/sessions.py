@@ -187,7 +187,7 @@ class Sessions:
     def _check_size(self, session: Session, turn: Turn) -> None:
         """Refuse what could not be pushed at the end. Raises RefusedError."""
         episode, prompt = session.episode, turn.choices[0].prompt_ids
-        row = episode.row_of(prompt, turn.agent)
+        row = episode._row_of(prompt, turn.agent)
         new_rows = len(turn.choices) - (row is not None)
         tokens = sum(map(len, episode.rows)) + sum(len(one.token_ids) for one in turn.choices)
         tokens += new_rows * len(prompt) + (len(prompt) - len(episode.rows[row]) if row is not None else 0)

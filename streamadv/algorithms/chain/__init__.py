@@ -98,7 +98,7 @@ def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
     reward, *shaping = shaping_steps(config)
     steps = [reward, *sample_steps(config), *shaping]
     correction = [correction_step(config.correction)] if config.correction is not None else []
-    if config.corrects_first:
+    if config._corrects_first:
         steps = [steps[0], *correction, *steps[1:]]
         correction = []
     return Chain(config, (*steps, *estimating_steps(config), *correction))
