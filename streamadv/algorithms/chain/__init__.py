@@ -2,6 +2,9 @@
 
 A step names the columns it needs and how much of the batch it must see. The pipeline therefore runs a chain on some
 groups or on the whole batch, and cuts it before the first step that needs a column of the trainer.
+
+In reading order: `config` and `presets`; `step` (what a chain is made of); the steps in their order: `rewards`,
+`samples`, `advantages`, `correction`. `sources` splits a batch by data source; `scope_check` tests a user's estimator.
 """
 
 from __future__ import annotations

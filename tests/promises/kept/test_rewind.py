@@ -15,6 +15,7 @@ import streamadv as sa
 from streamadv import MicroBatch, cli
 from streamadv.algorithms import build_chain, estimator_names, preset_names
 from streamadv.algorithms.registry import get_estimator
+from streamadv.batch.hold import random_job
 from streamadv.trainer.late_columns import NEVER_LATE
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from tests.support import (
@@ -99,7 +100,7 @@ def test_all_estimators_are_among_them() -> None:
 
 def trained_by_ranks(joined: Run, world_size: int, chain: Any, **more: Any) -> None:
     """One batch of 7 groups."""
-    options = {
+    options: dict[str, Any] = {
         "job": random_job(),
         "batch_groups": 7,
         "tokens_per_micro_batch": 48,
