@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import fakeredis
 import pytest
 import redis
 import redis.asyncio.cluster
@@ -226,7 +225,9 @@ def forgetful() -> Iterator[EmbeddedServer]:
 @pytest.fixture
 def fake() -> Connection:
     """An empty in-process server: no INFO, and reads with COUNT and BLOCK return at once."""
-    return Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    from tests.support import OneClient  # whose asserts are rewritten first
+
+    return OneClient()
 
 
 @pytest.fixture

@@ -52,6 +52,23 @@ T = TypeVar("T")
 CPU = choose_device("cpu")
 
 
+class OneClient(Connection):
+    """Uses one client in every role, by default that of an empty in-process server. Its owner closes it."""
+
+    def __init__(self, client: redis.Redis | None = None) -> None:
+        super().__init__("redis://one-client")
+        self._one = client or fakeredis.FakeRedis(server=fakeredis.FakeServer())
+
+    def check(self) -> None:
+        self.push.ping()  # fakeredis has no INFO
+
+    def close(self) -> None:
+        pass
+
+    def _client(self, role: str, socket_timeout: float, retries: int) -> redis.Redis:
+        return self._one
+
+
 def some_of(values: Iterable[T], every: int) -> list[Any]:
     """Parameters of which `make test` takes one in so many; the others have the marker `release`."""
     return [
@@ -270,9 +287,7 @@ def ledger(run: Run) -> dict[str, Any]:
 
 def empty_status() -> Status:
     """The status of a run in which nothing happened, for `dataclasses.replace`."""
-    return read_status(
-        join(Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer())), "empty")
-    )
+    return read_status(join(OneClient(), "empty"))
 
 
 def make_overdue(run: Run, group_id: str, deadline_ms: int = -(10**15)) -> None:

@@ -8,9 +8,9 @@ In reading order:
   torch, for other devices, beside it.
 - The maths by subject: `rewards`, `token_rewards`, `whitening`, `kl`, `off_policy`,
   `chain_metrics`.
-- `registry` and `estimators` turn rewards into advantages: `outcomes`, `steps`, `tokens`, by what has a number each.
-- `chain` composes all of it from a configuration: `config` and `presets`, then the steps in their order: `rewards`,
-  `samples`, `advantages`, `correction`.
+- `registry` and `estimators` turn rewards into advantages.
+- `chain` composes all of it from a configuration.
+- `device` chooses where a process computes.
 - `arguments` and `quirks` serve `streamadv.padded`: what an argument must be, and whose numbers to reproduce.
 
 Where new things go:

@@ -6,5 +6,5 @@ In reading order:
 - Naming: `selection.py`, `carryover.py`. Keeping groups out: `exclusion.py`. The end: `commit.py`.
 - A training job: `progress.py` (what a rank knows, whatever the servers lose), `hold.py` (which job owns the run).
 - A rank's trainer session: `session.py`; rank 0's: `leader.py`, made by `recovery.py`; the other ranks':
-  `follower.py`.
+  `follower.py`. `prompts.py` is what rank 0 does for prompts.
 """

@@ -20,19 +20,17 @@ from .record import BatchRecord, NamingSettings, find_record
 from .session import Session
 
 
-def join(
-    run: Run, settings: NamingSettings, progress: Progress, job: str | None, epoch: int | None
-) -> Follower:
-    """Join the session of the job with this id, or else of the one whose rank 0 has had this epoch.
+def join(run: Run, settings: NamingSettings, progress: Progress) -> Follower:
+    """Join the session of the job that the progress names.
 
     Raises NotHeldError while rank 0 has not taken the run (again), EpochFencedError, and SettingError for another world
     size than rank 0's.
     """
     server_ids = run.server_ids()
     hold = read_hold(run)
-    _check_session(run, progress, hold, job, epoch)
+    _check_session(run, progress, hold)
     _join_branch(run, progress, hold)
-    progress.job, progress.session, progress.epoch = hold.job, hold.session, hold.epoch
+    progress.session, progress.epoch = hold.session, hold.epoch
     progress.batches = {k: batch.on_other_servers() for k, batch in progress.batches.items()}
     progress.follow(hold.committed)
     if progress.kl is None:
@@ -41,25 +39,21 @@ def join(
     return Follower(run, settings, progress, server_ids, hold)
 
 
-def _check_session(run: Run, progress: Progress, hold: Hold, job: str | None, epoch: int | None) -> None:
+def _check_session(run: Run, progress: Progress, hold: Hold) -> None:
     """Return if this is (still) the job's session."""
-    sought = f"job {job}" if job is not None else f"the job that took epoch {epoch}"
+    job = progress.job
     session = progress.session  # the one this rank is in, '' = none yet
     if session and hold.session == session:
         if hold.epoch < progress.epoch:
             raise NotHeldError("the server has lost recent writes: waiting for rank 0 to repeat them")
     elif session and founding_epoch(hold.session) < founding_epoch(session):
-        raise NotHeldError(f"the server has lost what job {progress.job} has written: waiting for its rank 0")
-    elif session and (hold.job != progress.job or progress.has_delivered):
+        raise NotHeldError(f"the server has lost what job {job} has written: waiting for its rank 0")
+    elif session and (hold.job != job or progress.has_delivered):
         raise fenced(run.name)
     elif not hold.session:
-        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of {sought}")
-    elif epoch is not None and founding_epoch(hold.session) > epoch:
-        raise fenced(run.name)
-    elif epoch is not None and hold.epoch < epoch:
-        raise NotHeldError(f"the run is at epoch {hold.epoch}: waiting for rank 0 of {sought}")
-    elif job is not None and hold.job != job:
-        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of {sought}")
+        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of job {job}")
+    elif hold.job != job:
+        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of job {job}")
     if hold.world_size != progress.world_size:  # each rank takes its part of a plan for its world size
         raise SettingError(
             f"world_size is {progress.world_size}, rank 0 of job {hold.job} has {hold.world_size}: give every rank the "

@@ -136,7 +136,7 @@ class Gateway:
         """Hand a rollout out: its slot stays open until `Access.end`, or the group's deadline."""
         return self._access(rollout.ticket, ttl_s, rollout)
 
-    def access_by_ticket(self, ticket: Ticket, ttl_s: float = KEY_S) -> Access:
+    def _access_by_ticket(self, ticket: Ticket, ttl_s: float = KEY_S) -> Access:
         """The same for a ticket, in a process that has no producer."""
         return self._access(ticket, ttl_s, None)
 

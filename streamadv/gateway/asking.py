@@ -60,7 +60,6 @@ class Turns:
         while asked.is_retry and (waiting := session.under_way.get(asked.digest)):
             await asyncio.wait({waiting})
             if not waiting.cancelled():
-                instruments.GATEWAY_RETRIES_ANSWERED.inc()
                 return waiting.result()
         if session.asking >= self._options.max_turns:
             text = f"rollout {session.name} has {session.asking} requests under way, the most it may have"
@@ -76,7 +75,6 @@ class Turns:
             return answer
         except (asyncio.CancelledError, ConnectionError):  # the latter of a stream that nobody reads
             session.cut_at = clock.now()
-            instruments.GATEWAY_CLIENTS_GONE.inc()
             raise
         finally:
             session.asking -= 1
@@ -88,13 +86,10 @@ class Turns:
     async def _recorded(self, session: Session, digest: str) -> Mapping[str, Any] | None:
         """What a request of this digest got before: from here, from another gateway, or after its client had gone."""
         await self._sessions.refresh(session)
-        found = next((turn.answer for turn in reversed(session.turns) if turn.digest == digest), None)
-        if found is not None:
-            instruments.GATEWAY_RETRIES_ANSWERED.inc()
-        return found
+        return next((turn.answer for turn in reversed(session.turns) if turn.digest == digest), None)
 
     async def _make(self, session: Session, asked: Asked, live: Live | None) -> Mapping[str, Any]:
-        began, since = clock.now(), tracing.now()
+        since = tracing.now()
         engine = await self._engines.know(session)
         model = self._options.model or self._engines.model or "policy"
         request = of_the_run(_read(asked), self._options, model)
@@ -114,9 +109,7 @@ class Turns:
                 f"from its start with the same key; if agents begin with examples, start the gateway with "
                 f"--allow-history",
             )
-        sent = clock.now()
         sampled = await self._sample(session, asked, request, at if takes_tokens else (), live)
-        engine_s = clock.now() - sent
         choices = sampled.choices
         if any(one.finish_reason == "abort" for one in choices):
             raise unavailable("the engine has broken off its answer: ask again")
@@ -129,9 +122,6 @@ class Turns:
             await live.finish()
         tracing.record(tracing.TURN, self._sessions.run, [session.ticket.group_id], since)
         instruments.GATEWAY_TURNS.inc()
-        instruments.GATEWAY_TOKENS.inc(sum(len(one.token_ids) for one in choices))
-        instruments.GATEWAY_ENGINE_SECONDS.observe(engine_s)
-        instruments.GATEWAY_OWN_SECONDS.observe(max(0.0, clock.now() - began - engine_s))
         return sampled.answer
 
     async def _sample(

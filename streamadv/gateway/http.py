@@ -186,7 +186,7 @@ class Front:
         handing = Gateway(url, run=self._producer.run, keys=self._keys)
         rollouts = []
         for ticket in group.tickets:
-            access = handing.access_by_ticket(ticket)
+            access = handing._access_by_ticket(ticket)
             rollouts.append(
                 {
                     "index": ticket.rollout_index, "base_url": access.base_url, "api_key": access.api_key,

@@ -82,7 +82,6 @@ class Session:
         self.kept.append(record)
         if len(self.episode.breaks) > before:
             instruments.child(instruments.GATEWAY_BREAKS, turn.joins).inc()
-            instruments.GATEWAY_REPEATED.inc(len(turn.choices[0].prompt_ids))
 
 
 class Sessions:
@@ -161,7 +160,6 @@ class Sessions:
     def _add_all(self, session: Session, records: list[bytes]) -> None:
         for record in records:
             session.add(unpack(record, session.episode), record)
-        instruments.GATEWAY_RESTORED.inc(len(records))
 
     async def commit(self, session: Session, turn: Turn) -> None:
         """Append a turn; afterwards its answer may leave. Raises RefusedError."""
@@ -189,7 +187,7 @@ class Sessions:
     def _check_size(self, session: Session, turn: Turn) -> None:
         """Refuse what could not be pushed at the end. Raises RefusedError."""
         episode, prompt = session.episode, turn.choices[0].prompt_ids
-        row = episode.row_of(prompt, turn.agent)
+        row = episode._row_of(prompt, turn.agent)
         new_rows = len(turn.choices) - (row is not None)
         tokens = sum(map(len, episode.rows)) + sum(len(one.token_ids) for one in turn.choices)
         tokens += new_rows * len(prompt) + (len(prompt) - len(episode.rows[row]) if row is not None else 0)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..integrations.engines import Completion
-from ..metrics import instruments
 from .engines import Engine, Engines
 from .joining import text_of
 from .options import Options
@@ -77,7 +76,6 @@ class TokenMode:
         has_stopped = before[-1] == rest[0]
         if not has_stopped and end.finish_reason in _ENDED and not request.get("stop"):
             return prompt  # the engine and its template end an answer by different tokens
-        instruments.GATEWAY_SPLICED.inc()
         return before + rest[has_stopped:]
 
     async def _rest(

@@ -2,7 +2,9 @@
 
 - Into the pipeline: `engines/` turns answers of inference engines into the columns of a push; `verifiers.py` does the
   same for its episodes.
-- Out of the pipeline: `transformers.py` is a Trainer on the batches of a trainer queue; `trl/` has TRL's trainers.
+- Out of the pipeline: `transformers.py` is a Trainer on the batches of a trainer queue; `trl/` has TRL's trainers;
+  `slime.py` feeds slime's and miles' trainers, `tinker.py` trains by the Tinker protocol. `peft_weights.py` gives the
+  weights of a model with adapters the names that engines load.
 - Both ways: `verl/` has verl's trainers and its agent loops.
 - Beside the pipeline: `ray.py` runs workers as actors of a Ray cluster; `trackers.py` logs batches to trackers.
 """

@@ -98,9 +98,6 @@ class Set(CollectorRegistry):
         self.register(histogram)
         return histogram
 
-    def timer(self, name: str, documentation: str, bounds: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"{PREFIX}{name}", documentation, labels, buckets=bounds, registry=self)
-
 
 # The sets.
 PROCESS: Final = Set()
@@ -149,12 +146,12 @@ LAST_SUCCESS: Final = Gauge(
 )
 
 # Workers: processes that take entries of a stream.
-STAGE_DURATION: Final = WORKERS.timer(
-    "stage_duration_seconds",
+STAGE_DURATION: Final = Histogram(
+    "streamadv_stage_duration_seconds",
     "Time of one step of a stage, without blocking reads.",
-    STEP_SECONDS,
-    "stage",
-    "step",
+    ("stage", "step"),
+    buckets=STEP_SECONDS,
+    registry=WORKERS,
 )
 DELIVERED: Final = WORKERS.counter("delivered", "Stream entries read.", stage=THE_STAGE)
 ACKED: Final = WORKERS.counter("acked", "Stream entries finished.", stage=THE_STAGE)
@@ -324,34 +321,12 @@ GATEWAY_REQUESTS: Final = GATEWAYS.counter(
     code=GATEWAY_CODES,
 )
 GATEWAY_TURNS: Final = GATEWAYS.counter("gateway_turns", "Turns kept, each before its answer left.")
-GATEWAY_TOKENS: Final = GATEWAYS.counter("gateway_sampled_tokens", "Tokens that the engines have sampled.")
 GATEWAY_ROWS: Final = GATEWAYS.counter("gateway_rows", "Rows of the rollouts pushed: one each at best.")
 GATEWAY_BREAKS: Final = GATEWAYS.counter(
     "gateway_breaks",
     "Rows begun because a prompt did not continue the tokens so far: other messages than before (`history`), the same "
     "ones written otherwise (`template`), or an answer before that had reached its length (`length`).",
     cause=GATEWAY_CAUSES,
-)
-GATEWAY_REPEATED: Final = GATEWAYS.counter(
-    "gateway_repeated_tokens", "Prompt tokens of rows begun by a break: trained around once more."
-)
-GATEWAY_SPLICED: Final = GATEWAYS.counter(
-    "gateway_spliced", "Prompts put together from the tokens sampled before, where the template differs."
-)
-GATEWAY_RESTORED: Final = GATEWAYS.counter(
-    "gateway_restored_turns", "Turns read from the server that another process had kept."
-)
-GATEWAY_CLIENTS_GONE: Final = GATEWAYS.counter(
-    "gateway_clients_gone", "Clients that went away in the middle of an answer."
-)
-GATEWAY_RETRIES_ANSWERED: Final = GATEWAYS.counter(
-    "gateway_retries_answered", "Repeated requests that got the answer of the first one."
-)
-GATEWAY_ENGINE_SECONDS: Final = GATEWAYS.timer(
-    "gateway_engine_seconds", "Time of a turn in the engine.", LONG_SECONDS
-)
-GATEWAY_OWN_SECONDS: Final = GATEWAYS.timer(
-    "gateway_own_seconds", "Time of a turn in the gateway and at the run's server.", STEP_SECONDS
 )
 
 EVENTS: Final = {"delivered": DELIVERED, "acked": ACKED, "reclaimed": RECLAIMED, "duplicate": DUPLICATE}

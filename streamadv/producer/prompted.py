@@ -227,7 +227,7 @@ class PromptedGroups:
     def _select(self, period: int) -> Steps[None]:
         """Ask the user's function for shares, which the run notes unless another producer was first."""
         ends = yield from read_ends(self._logic.membership.manifest.keys)
-        weights = self._prompts.weights_for(by_source(self._prompts.set, ends))
+        weights = self._prompts._weights_for(by_source(self._prompts.set, ends))
         yield select(self._home, self._prompts.set, period, weights)
 
     def _carry(self) -> Steps[None]:

@@ -97,7 +97,7 @@ class Prompts:
         """A prompt. source: its number, from 1."""
         return self._sources[source - 1][index]
 
-    def weights_for(self, seen: Mapping[str, TriesSeen]) -> Mapping[str, float]:
+    def _weights_for(self, seen: Mapping[str, TriesSeen]) -> Mapping[str, float]:
         """What `select` says. Raises SettingError for an answer that is no weight for each source."""
         weights = self._select(seen) if self._select is not None else self.set.weights
         if not isinstance(weights, Mapping):

@@ -156,7 +156,7 @@ class RunSettings(BaseModel):
             raise SettingError(f"{_OF_RUN}{first_problem(error)}") from None
 
     @property
-    def manifest_values(self) -> dict[str, Any]:
+    def _manifest_values(self) -> dict[str, Any]:
         """The fields that are not None, as JSON values, without `shards`: the manifest has salts instead."""
         return self.model_dump(mode="json", exclude_none=True, exclude={"shards"})
 
@@ -242,7 +242,7 @@ def manifest_call(
         fields = {"schema_version": json.dumps(SCHEMA_VERSION), "salts": json.dumps(salts)}
     else:
         fields = dict(before.fields)
-    fields |= {name: json.dumps(value) for name, value in settings.manifest_values.items()}
+    fields |= {name: json.dumps(value) for name, value in settings._manifest_values.items()}
     fields |= {f"{_COLUMN_PREFIX}{name}": kind for name, kind in (columns or {}).items()}
     return script_call("manifest", EntryKeys(run), [part for pair in fields.items() for part in pair])
 
@@ -271,7 +271,7 @@ def parse_manifest(
                     f"all of them the same value"
                 )
     if settings is not None:
-        for name, given in settings.manifest_values.items():
+        for name, given in settings._manifest_values.items():
             stands = list(values[name]) if isinstance(values[name], tuple) else values[name]
             if given != stands:
                 has, remedy = "has", f"stop the run's processes and use `streamadv runs change --run {run}`"
@@ -373,7 +373,7 @@ def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:
             f"no setting is given: name those to change, `streamadv runs show --run {manifest.keys.run}` has them"
         )
     RunSettings(**{name: getattr(manifest, name) for name in DEFAULTS} | given)  # do they go together?
-    return {name: json.dumps(value) for name, value in settings.manifest_values.items()}
+    return {name: json.dumps(value) for name, value in settings._manifest_values.items()}
 
 
 def register_call(run: str) -> ScriptCall:

@@ -28,7 +28,7 @@ from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_o
 from .pipelined import Pipelined
 from .reasons import Reason
 from .retry import RETRYABLE, closed_under_way, reason_of, server_reason
-from .urls import Target, hide_password, parse_url
+from .urls import hide_password, parse_url
 from .waiting import Blocked, Wait
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
@@ -51,26 +51,16 @@ SCRIPT_RETRIES: Final = 1
 class _BaseConnection:
     """What the two kinds of connection share: the URL and how it is shown."""
 
-    _target: Target | None = None  # of a connection of its own
-    _clients: dict[str, Any]  # by role
-
     def __init__(self, url: str) -> None:
         self.url = url
         """The URL as given, with its password: for child processes, not for messages."""
         self._target = parse_url(url)
-        self._clients = {}
-
-    @classmethod
-    def from_client(cls, client: Any) -> Self:
-        """A connection that uses this client in every role (fakeredis in tests); its owner closes it."""
-        self = cls.__new__(cls)
-        self.url, self._clients = "client://", {"any": client}
-        return self
+        self._clients: dict[str, Any] = {}  # by role
 
     @property
     def is_cluster(self) -> bool:
-        """Whether the server last reached is a cluster's; False before."""
-        return self._target is not None and self._target.cluster
+        """Whether the URL is of a cluster."""
+        return self._target.cluster
 
     @property
     def safe_url(self) -> str:
@@ -93,7 +83,7 @@ class _BaseConnection:
                 raise SettingError(f"redis URL {self.safe_url!r}: {remedy} {scheme}://") from None
         if isinstance(error, redis.exceptions.ResponseError) and not isinstance(error, RETRYABLE):
             raise SettingError(f"redis URL {self.safe_url!r}: the server answers {error}") from None
-        if self._target is not None and (reason := tls.refusal(error, self._target.options)):
+        if reason := tls.refusal(error, self._target.options):
             raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
 
     def _wait_for_answer(self, timeout: float | None) -> Wait:
@@ -102,7 +92,7 @@ class _BaseConnection:
     def _after_failure(self, error: Exception, wait: Wait) -> None:
         """Report a failed attempt to reach the server. Raises ServerUnreachableError when it is time to give up."""
         reason = self._unknown_sentinels() or server_reason(error)
-        if self._target is not None and self._target.tls and _MAY_SPEAK_NO_TLS.search(reason.text):
+        if self._target.tls and _MAY_SPEAK_NO_TLS.search(reason.text):
             reason = Reason(reason.name, f"{reason.text} (does it speak TLS, as rediss:// says?)")
         if wait.timeout is not None and reason.name == "name_resolution":
             raise ServerUnreachableError(
@@ -116,7 +106,7 @@ class _BaseConnection:
 
     def _unknown_sentinels(self) -> Reason | None:
         """The reason when no host of the Sentinels can be resolved, which redis-py does not report."""
-        hosts = [host for host, _ in self._target.sentinels] if self._target is not None else []
+        hosts = [host for host, _ in self._target.sentinels]
         for host in hosts:
             try:
                 socket.getaddrinfo(host, None)
@@ -183,7 +173,7 @@ class Connection(_BaseConnection):
         """
         try:
             self.push.ping()
-            if self._target is not None and not self._target.cluster:
+            if not self.is_cluster:
                 with suppress(redis.exceptions.NoPermissionError):
                     self._check_single_node(self.push.info("cluster"))
         except _PING_ERRORS as error:
@@ -238,8 +228,6 @@ class Connection(_BaseConnection):
 
     def close(self) -> None:
         """Close every client; the next use opens them again."""
-        if self._target is None:
-            return
         with self._lock:
             for client in self._clients.values():
                 for closable in (client, *sentinels_of(client)):
@@ -253,8 +241,6 @@ class Connection(_BaseConnection):
         self.close()
 
     def _client(self, role: str, socket_timeout: float, retries: int) -> redis.Redis:
-        if self._target is None:
-            return self._clients["any"]  # type: ignore[no-any-return]
         with self._lock:
             client: redis.Redis | None = self._clients.get(role)
             if client is None:
@@ -287,7 +273,7 @@ class AsyncConnection(_BaseConnection):
     @property
     def pipelined(self) -> Pipelined | None:
         """For pushes and scripts of many tasks at once, over one connection; None for a cluster. Never sends twice."""
-        if self._target is None or self._target.cluster:
+        if self.is_cluster:
             return None
         if self._pipelined is None:
             self._pipelined = Pipelined(self.push, SOCKET_TIMEOUT)
@@ -297,7 +283,7 @@ class AsyncConnection(_BaseConnection):
         """As `Connection.check`."""
         try:
             await self.push.ping()
-            if self._target is not None and not self._target.cluster:
+            if not self.is_cluster:
                 with suppress(redis.exceptions.NoPermissionError):
                     self._check_single_node(await self.push.info("cluster"))
         except _PING_ERRORS as error:
@@ -339,11 +325,10 @@ class AsyncConnection(_BaseConnection):
         if self._pipelined is not None:
             self._pipelined.close()
             self._pipelined = None
-        if self._target is not None:
-            clients, self._clients = self._clients, {}  # another task may close it meanwhile
-            for client in clients.values():
-                for closable in (client, *sentinels_of(client)):
-                    await closable.aclose()
+        clients, self._clients = self._clients, {}  # another task may close it meanwhile
+        for client in clients.values():
+            for closable in (client, *sentinels_of(client)):
+                await closable.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -352,8 +337,6 @@ class AsyncConnection(_BaseConnection):
         await self.close()
 
     def _client(self, role: str, retries: int) -> redis.asyncio.Redis:
-        if self._target is None:
-            return self._clients["any"]  # type: ignore[no-any-return]
         client: redis.asyncio.Redis | None = self._clients.get(role)
         if client is None:
             client = self._clients[role] = make_async_client(self._target, retries)

@@ -2,9 +2,10 @@
 
 Reading order: `strands` and `waits` (threads that take turns, virtual time), `values`, `keyspace`, `store` and `lua`
 (what a server does), `server` (how it fails), `wire` and `async_wire` (connections to it), `plan` (a schedule as
-choices, cut down), `world` (all of them together), `roles` (the library's own processes). `scene`, `players`, `job`,
-`archiver`, `constants`, `pipeline`, `excuses` and `judge` are streamadv's own use of it: `python -m streamadv.testing`
-runs their schedules.
+choices, cut down), `world` (all of them together), `roles` (the library's own processes). The others are streamadv's
+own use of it, whose schedules `python -m streamadv.testing` runs: `scene`, `players`, `producing`, `job`, `archiver`
+and `constants` (who takes part), `pipeline` (a schedule of them), `inspection` and `lookout` (what is looked at
+meanwhile), `answers`, `excuses` and `judge` (whether the promises held).
 """
 
 from .plan import Choices, cut_down

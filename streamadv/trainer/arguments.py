@@ -14,7 +14,7 @@ from ..prompts.spec import is_number
 
 MAX_URI_CHARS: Final = 2048
 MAY_BE_NONE: Final = frozenset(
-    ("min_groups", "tokens_per_micro_batch", "max_staleness", "drop_after", "max_filtered_batches", "epoch")
+    ("min_groups", "tokens_per_micro_batch", "max_staleness", "drop_after", "max_filtered_batches")
 )
 
 

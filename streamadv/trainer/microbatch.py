@@ -342,12 +342,6 @@ class Batch:
         return staleness
 
     @cached_property
-    def logged_s(self) -> list[float]:
-        """For each of `references`, when its group was complete: seconds since the epoch, by the server's clock."""
-        logged_s = [group.logged_ms / 1000 for group in self.layout.groups]
-        return [logged_s[number] for number in self.layout.group.tolist()]
-
-    @cached_property
     def delivered(self) -> list[Delivered]:
         """This rank's trajectories with payload and outputs. Made when first asked for: a training loop needs none."""
         return self.make_delivered()

@@ -77,7 +77,6 @@ class TrainerQueue(IterableDataset[Batch]):
         marked). It is for those who keep weights elsewhere: after a crash the run goes on behind the last batch that
         was asked for, so what weights loaded from before have not learned from batches since does not come again.
     device: of the micro-batches: "cpu", "cuda", or "auto" for cuda if there is one.
-    epoch: `queue.epoch` of rank 0, by which a rank above 0 may find its training job instead of by `job`.
     job: id of this start of the training job, the same on all its ranks and of no other start. Default: torchrun's or
         SLURM's id with the count of restarts, else one that the ranks find in torch.distributed's store.
     durability_window: seconds after which a server has its writes safe (with `appendfsync everysec` and failovers
@@ -121,7 +120,6 @@ class TrainerQueue(IterableDataset[Batch]):
         mark: Mark = "auto",
         commit: Commit = "manual",
         device: Device = "cpu",
-        epoch: int | None = None,
         job: str | None = None,
         durability_window: float = DURABILITY_WINDOW_S,
         keep_rolled_back: bool = False,
@@ -144,7 +142,6 @@ class TrainerQueue(IterableDataset[Batch]):
             drop_after=(drop_after, 0),
             prefetch=(prefetch, 0),
             max_filtered_batches=(max_filtered_batches, 1),
-            epoch=(epoch, 0),
         )
         quotas = check_quotas(quotas)
         late = check_late(late)
@@ -179,7 +176,7 @@ class TrainerQueue(IterableDataset[Batch]):
         metrics.begin_stage(STAGE, "trainer" if rank == 0 else "rank")
         self._progress = Progress(durability_window, world_size)
         self._sessions = Sessions(
-            *(self._connection, run, settings, naming, self._rank, job, epoch, self._progress, mark, commit)
+            *(self._connection, run, settings, naming, self._rank, job, self._progress, mark, commit)
         )
         limits = Limits(batch_groups, min_kept_ratio, max_filtered_batches, naming.min_groups)
         self._loop = Loop(self._sessions, late, limits)
@@ -291,7 +288,7 @@ class TrainerQueue(IterableDataset[Batch]):
 
     @property
     def epoch(self) -> int:
-        """The fencing epoch of this job (no pass over the data): another rank may find the job by it."""
+        """The fencing epoch of this job (no pass over the data); reading it opens the run."""
         return self._loop.patiently(lambda: self._sessions.current().progress.epoch)
 
     # What the training loop says

@@ -58,18 +58,17 @@ class Sessions:
         naming: NamingSettings,
         rank: Rank,
         job: str | None,
-        epoch: int | None,
         progress: Progress,
         mark: Mark,
         commit: Commit,
     ) -> None:
         self.naming = naming
         self.progress = progress
+        if job is not None:
+            progress.job = check_job(job)
         self.run_name, self.rank = run, rank
         self._connection = connection
         self._run_settings = settings
-        self._job = None if job is None else check_job(job)
-        self._epoch = epoch
         self._mark = mark
         self._commits = commit == "each_batch"
         #: Of this queue among those of its run, rank and process.
@@ -160,27 +159,25 @@ class Sessions:
     def _begin(self) -> Leader | Follower:
         run = self.opened_run()
         session: Leader | Follower
+        self.progress.job = self.progress.job or self._find_job()
         if self.rank.number == 0:
-            self.progress.job = self.progress.job or self._find_job() or random_job()
             begins = self.progress.began is None
             session = take_over(run, self.naming, self.progress)
             self._warns_of_history = self._warns_of_history or begins
         else:
-            job = self._job if self._epoch is not None else self._find_job()
-            if job is None and self._epoch is None:
-                raise SettingError(
-                    f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
-                    "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
-                )
-            session = join(run, self.naming, self.progress, job, self._epoch)
+            session = join(run, self.naming, self.progress)
         self._session, self._is_stale = session, False
         self._heartbeat.start(session)
         return session
 
-    def _find_job(self) -> str | None:
-        if self._job is not None or self.rank.world_size == 1:
-            return self._job
-        return find_job(self.number)
+    def _find_job(self) -> str:
+        job = find_job(self.number) if self.rank.world_size > 1 else None
+        if job is None and self.rank.number > 0:
+            raise SettingError(
+                f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
+                "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
+            )
+        return job or random_job()
 
     # What the training loop reports
 

@@ -300,11 +300,6 @@ class Trajectory(_Model):
         return "reward" in self.model_fields_set
 
     @property
-    def waits_for_reward(self) -> bool:
-        """Whether the trajectory is usable and a scorer or `producer.score` still has to bring its reward."""
-        return self.status.usable and not self.scored
-
-    @property
     def num_tokens(self) -> int:
         return sum(len(row) for row in self.rows)
 

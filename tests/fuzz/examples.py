@@ -6,15 +6,22 @@ import json
 from functools import cache
 from typing import Any
 
-import fakeredis
 import numpy as np
 
 from streamadv.errors import NoBatchError
 from streamadv.run import Run
-from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
-from tests.support import compute_all, group_all, join, packets_of, producing, push_groups, trajectory
+from tests.support import (
+    OneClient,
+    compute_all,
+    group_all,
+    join,
+    packets_of,
+    producing,
+    push_groups,
+    trajectory,
+)
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4], "response_mask": [0, 1, 1, 1], "values": [0.0, 0.5, 0.5, 0.25]},
@@ -78,7 +85,7 @@ def chats() -> list[dict[str, Any]]:
 @cache
 def stored() -> tuple[Run, dict[str, list[dict[bytes, bytes]]]]:
     """A run with something in every stream, and their entries."""
-    connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    connection = OneClient()
     with producing(connection, "r") as producer:
         push_groups(producer, 2)
         run = join(connection, "r")

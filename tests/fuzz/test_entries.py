@@ -6,7 +6,6 @@ import random
 from contextlib import suppress
 from typing import Any
 
-import fakeredis
 import pytest
 from pydantic_core import from_json
 
@@ -17,10 +16,10 @@ from streamadv.run.dead_letters import list_dead
 from streamadv.run.packets import read_packet
 from streamadv.status import read_status
 from streamadv.status.audit import audit
-from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.members import HAS_REWARD
 from tests.support import (
+    OneClient,
     compute_all,
     group_all,
     join,
@@ -122,7 +121,7 @@ def test_streams_of_a_run() -> None:
     _, entries = stored()
     for number in cases("a run's streams"):
         chance = chance_of("a run's streams", number)
-        connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+        connection = OneClient()
         with producing(connection, "r") as producer:
             run = join(connection, "r")
 
@@ -165,7 +164,7 @@ def test_hashes_of_open_groups() -> None:
     """Slot maps, packets and the rest, damaged while members are to come: the group ends, others do not notice."""
     for number in cases("open groups"):
         chance = chance_of("open groups", number)
-        connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+        connection = OneClient()
         with producing(connection, "r", {"redundancy": 1}) as producer:
             run = join(connection, "r")
             scripts, key = connection.scripts, run.keys.home.group("spoilt")

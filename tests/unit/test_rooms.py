@@ -85,6 +85,19 @@ def test_a_room_imports_only_earlier_ones(room: str) -> None:
             assert room_of(name) in allowed, f"{file.relative_to(PACKAGE)} imports {'.'.join(name)}"
 
 
+def test_the_docstring_of_a_package_names_its_modules() -> None:
+    """But for the face, and for the commands, which are all there is to list."""
+    missing = []
+    for file in all_modules():
+        if file.parent == PACKAGE or file.name.startswith("__"):
+            continue
+        text = ast.get_docstring(ast.parse((file.parent / "__init__.py").read_text())) or ""
+        is_command = file.parent.name == "cli" and "def add_parser(" in file.read_text()
+        if not (is_command or f"`{file.name}`" in text or f"`{file.stem}`" in text):
+            missing.append(str(file.relative_to(PACKAGE)))
+    assert not missing
+
+
 @pytest.mark.processes
 def test_the_maths_load_nothing_of_the_pipeline() -> None:
     code = "import sys, streamadv.algorithms, streamadv.padded, streamadv.losses; print(*sys.modules)"

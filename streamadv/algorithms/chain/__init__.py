@@ -2,6 +2,9 @@
 
 A step names the columns it needs and how much of the batch it must see. The pipeline therefore runs a chain on some
 groups or on the whole batch, and cuts it before the first step that needs a column of the trainer.
+
+In reading order: `config` and `presets`; `step` (what a chain is made of); the steps in their order: `rewards`,
+`samples`, `advantages`, `correction`. `sources` splits a batch by data source; `scope_check` tests a user's estimator.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
     reward, *shaping = shaping_steps(config)
     steps = [reward, *sample_steps(config), *shaping]
     correction = [correction_step(config.correction)] if config.correction is not None else []
-    if config.corrects_first:
+    if config._corrects_first:
         steps = [steps[0], *correction, *steps[1:]]
         correction = []
     return Chain(config, (*steps, *estimating_steps(config), *correction))

@@ -34,7 +34,7 @@ def estimating_steps(config: ChainConfig) -> Iterator[ChainStep]:
     """The estimator, and the steps that change its advantages."""
     definition = get_estimator(config.estimator)
     yield _estimator_step(config, definition)
-    if config.kl is not None and config.charges_steps_late:
+    if config.kl is not None and config._charges_steps_late:
         yield _kl_to_go_step(config.kl)
     if config.distill is not None:
         yield _distill_step(config.distill, config.raw_advantages)
@@ -46,7 +46,7 @@ def _estimator_step(config: ChainConfig, definition: Estimator) -> ChainStep:
     options = {**definition.options, **config.options}
     level = config.level
     changed_later = bool(
-        config.whiten_advantages or config.advantage_clip or config.distill or config.charges_steps_late
+        config.whiten_advantages or config.advantage_clip or config.distill or config._charges_steps_late
     )
 
     def run(state: State) -> State:

@@ -213,13 +213,13 @@ class ChainConfig(_Section):
         return self
 
     @property
-    def corrects_first(self) -> bool:
+    def _corrects_first(self) -> bool:
         """Whether the correction stands before the masks and the estimator."""
         first = self.correction.before_estimator if self.correction is not None else False
         return self.order == "verl" if first is None else first
 
     @property
-    def charges_steps_late(self) -> bool:
+    def _charges_steps_late(self) -> bool:
         """Whether the KL comes off an estimate of steps instead of the rewards."""
         by_step = get_estimator(self.estimator).level == "step"
         return self.order == "roll" and self.kl is not None and by_step
@@ -227,7 +227,7 @@ class ChainConfig(_Section):
     @property
     def level(self) -> Level:
         """What one advantage belongs to."""
-        by_token = self.distill is not None or self.charges_steps_late
+        by_token = self.distill is not None or self._charges_steps_late
         return "token" if by_token else get_estimator(self.estimator).level
 
 

@@ -30,7 +30,7 @@ def shaping_steps(config: ChainConfig) -> Iterator[ChainStep]:
     by_token = "token_level_rewards" in definition.needs
     if by_token:
         yield _token_reward_step(config)
-    if config.kl is not None and not config.charges_steps_late:
+    if config.kl is not None and not config._charges_steps_late:
         yield _kl_step(config.kl, by_token, definition.level == "step", last_row=config.order == "verl")
     if config.token_reward_clip is not None:
         yield _token_reward_clip_step(config.token_reward_clip)

@@ -1,7 +1,8 @@
 """What agents speak, as requests and answers of chat completions (or of completions, which have no messages).
 
-Each module has `read(body)`, the request in that form, `write(answer, asked)`, the answer as the agent expects it, and
-`stream(answer, asked)`, the same as events. An answer is whole before its first event leaves.
+`chat.py`, `completions.py` and `responses.py` are OpenAI's, `messages.py` is Anthropic's. Each has `read(body)`, the
+request in that form, `write(answer, asked)`, the answer as the agent expects it, and `stream(answer, asked)`, the same
+as events (`events.py`). An answer is whole before its first event leaves.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Episode:
             agent: name of its author; only rows of this author are continued.
         """
         prompt = _listed(completion.prompt_ids)
-        number = self.row_of(prompt, agent)
+        number = self._row_of(prompt, agent)
         if number is None:
             mine = [number for number, row in enumerate(self._rows) if row.agent == agent]
             if mine:
@@ -177,7 +177,7 @@ class Episode:
             ]
         return made | fields
 
-    def row_of(self, prompt_ids: Sequence[int], agent: str | None = None) -> int | None:
+    def _row_of(self, prompt_ids: Sequence[int], agent: str | None = None) -> int | None:
         """The longest row of this author that such a prompt continues; None if it would begin another one."""
         prompt = _listed(prompt_ids)
         mine = [number for number, row in enumerate(self._rows) if row.agent == agent]

@@ -1,4 +1,7 @@
-"""Recorded trajectories in other forms. A format is a function from a path to trajectories."""
+"""Recorded trajectories in other forms. A format is a function from a path to trajectories.
+
+`records.py` reads files as numbered records; `chat.py` takes any list of messages, `tau_bench.py` runs of tau-bench.
+"""
 
 from __future__ import annotations
 

@@ -256,18 +256,8 @@ def test_a_spoilt_payload_is_a_dead_letter_with_a_reason(logged: Run, what: str,
 def test_a_spoilt_payload_stops_none_of_several_ranks(logged: Run, what: str) -> None:
     """The rank that has the packet leaves its trajectories out."""
     SPOILT[what](logged, payload_of(logged, "g0002"))
-    first = TrainerQueue(
-        logged.connection, logged.name, rank=0, world_size=2, batch_groups=4, commit="each_batch"
-    )
-    second = TrainerQueue(
-        logged.connection,
-        logged.name,
-        rank=1,
-        world_size=2,
-        batch_groups=4,
-        epoch=first.epoch,
-        commit="each_batch",
-    )
+    options: Any = {"world_size": 2, "job": "first", "batch_groups": 4, "commit": "each_batch"}
+    first, second = (TrainerQueue(logged.connection, logged.name, rank=rank, **options) for rank in range(2))
     parts = [next_batch(queue, logged) for queue in (first, second)]
     assert all(part is not None for part in parts)
     trained = sorted(

@@ -223,8 +223,8 @@ def empty(batch: Batch | None) -> bool:
 
 @pytest.mark.parametrize("chain", ["grpo", GAE])
 def test_of_two_ranks_none_stops_when_nothing_can_be_read(joined: Run, chain: Any) -> None:
-    leader = queue_of(joined, one, world_size=2, chain=chain)
-    follower = queue_of(joined, one, world_size=2, rank=1, chain=chain, epoch=leader.epoch)
+    leader = queue_of(joined, one, world_size=2, chain=chain, job="first")
+    follower = queue_of(joined, one, world_size=2, rank=1, chain=chain, job="first")
     spoil(joined)
     mine, theirs = next_batch(leader, joined), next_batch(follower, joined)
     assert mine is not None

@@ -15,6 +15,7 @@ import streamadv as sa
 from streamadv import MicroBatch, cli
 from streamadv.algorithms import build_chain, estimator_names, preset_names
 from streamadv.algorithms.registry import get_estimator
+from streamadv.batch.hold import random_job
 from streamadv.trainer.late_columns import NEVER_LATE
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from tests.support import (
@@ -99,19 +100,18 @@ def test_all_estimators_are_among_them() -> None:
 
 def trained_by_ranks(joined: Run, world_size: int, chain: Any, **more: Any) -> None:
     """One batch of 7 groups."""
-    ranks: list[TrainerQueue] = []
-    for rank in range(world_size):
-        options: dict[str, Any] = {"epoch": ranks[0].epoch} if ranks else {}
-        options |= {
-            "batch_groups": 7,
-            "tokens_per_micro_batch": 48,
-            "commit": "manual",
-            "chain": chain,
-            **more,
-        }
-        ranks.append(
-            TrainerQueue(joined.connection, joined.name, rank=rank, world_size=world_size, **options)
-        )
+    options: dict[str, Any] = {
+        "job": random_job(),
+        "batch_groups": 7,
+        "tokens_per_micro_batch": 48,
+        "commit": "manual",
+        "chain": chain,
+        **more,
+    }
+    ranks = [
+        TrainerQueue(joined.connection, joined.name, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
     for queue, part in [(queue, delivered_batch(queue, joined)) for queue in ranks]:
         queue.trained(part)
     ranks[0].commit(ranks[0].state_dict())

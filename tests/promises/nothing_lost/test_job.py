@@ -356,21 +356,13 @@ def test_groups_of_a_resumed_job_survive_a_restart_of_the_server(
     assert problems(joined) == []
 
 
-@pytest.mark.parametrize("way", ["job", "epoch"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_rank_that_asks_before_rank_0_after_a_restart(
-    server_of_job: Server, run: str, way: str, prefetch: int
+    server_of_job: Server, run: str, prefetch: int
 ) -> None:
     """Rank 0 may be waiting for it: it has batch 2, or has trained on batch 1."""
     joined = filled(server_of_job.connection, run, 12)
     ranks = ranks_of(joined, 2, prefetch=prefetch)
-    if way == "epoch":
-        options: Any = {"batch_groups": 2, "commit": "manual", "max_staleness": None, "prefetch": prefetch}
-        ranks = [
-            TrainerQueue(joined.connection, run, rank=0, world_size=2, **options),
-            TrainerQueue(joined.connection, run, rank=1, world_size=2, epoch=ranks[0].epoch + 1, **options),
-        ]
-        assert ranks[0].epoch == 2
     train(ranks, joined)
     for _ in range(2):  # the second time rank 0 has taken a new epoch
         mine = given(ranks[0], joined)
@@ -397,12 +389,10 @@ def test_a_rank_that_asks_before_rank_0_after_a_restart(
     assert (ledger(joined)["trained"], problems(joined)) == (24, [])
 
 
-def test_a_rank_that_came_by_an_epoch_leaves_out_what_it_cannot_read(server_of_job: Server, run: str) -> None:
+def test_a_rank_leaves_out_what_it_cannot_read(server_of_job: Server, run: str) -> None:
     """Also when rank 0 has taken another epoch since."""
     joined = filled(server_of_job.connection, run, 4)
-    options: Any = {"batch_groups": 2, "commit": "manual", "max_staleness": None, "world_size": 2}
-    leader = TrainerQueue(joined.connection, run, rank=0, **options)
-    ranks = [leader, TrainerQueue(joined.connection, run, rank=1, epoch=leader.epoch, **options)]
+    leader, _ = ranks = ranks_of(joined, 2)
     train(ranks, joined)
     server_of_job.restart()
     mine = given(leader, joined)
@@ -420,8 +410,7 @@ def test_a_rank_that_came_by_an_epoch_leaves_out_what_it_cannot_read(server_of_j
     assert [each for each in problems(joined) if not each.endswith(kept)] == []
 
 
-@pytest.mark.parametrize("way", ["job", "epoch"])
-def test_ranks_that_an_older_job_left_over_are_fenced(server_of_job: Server, run: str, way: str) -> None:
+def test_ranks_that_an_older_job_left_over_are_fenced(server_of_job: Server, run: str) -> None:
     joined = filled(server_of_job.connection, run, 8)
     older = ranks_of(joined, 2)
     train(older, joined)
@@ -433,8 +422,6 @@ def test_ranks_that_an_older_job_left_over_are_fenced(server_of_job: Server, run
     for queue in (older[1], older[0]):
         with pytest.raises(EpochFencedError):
             queue.next_batch(timeout=0)
-    with pytest.raises(EpochFencedError):
-        TrainerQueue(joined.connection, run, rank=1, world_size=2, epoch=1).next_batch(timeout=0)
     train(newer, joined)
 
 

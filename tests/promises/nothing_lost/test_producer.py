@@ -29,6 +29,7 @@ from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import refusals, until
 from tests.support import (
+    OneClient,
     delivered_batch,
     ends,
     group_all,
@@ -392,7 +393,7 @@ def scripts_run(client: redis.Redis) -> int:
 
 def open_groups(client: redis.Redis, run: str) -> int:
     """What groupers leave open."""
-    joined = join(Connection.from_client(client), run)
+    joined = join(OneClient(client), run)
     group_all(joined)
     return int(client.zcard(joined.keys.home.open))
 

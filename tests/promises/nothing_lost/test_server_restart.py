@@ -39,6 +39,7 @@ from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.flows import Flow
 from tests.support import (
+    OneClient,
     compute_all,
     delivered_batch,
     ends,
@@ -573,7 +574,7 @@ async def test_a_push_that_is_refused_for_a_while_is_an_outage(forgetful: Embedd
     payloads, call = [("payload", {"column": b"x"})], script_call("server_id", ShardKeys("r:0:0"))
     with Connection(forgetful.url) as packed, redis.Redis.from_url(forgetful.url) as client:
         packed.scripts.config_set("min-replicas-to-write", 1)
-        for connection in (packed, Connection.from_client(client)):
+        for connection in (packed, OneClient(client)):
             with pytest.raises(NotNowError, match="NOREPLICAS"):
                 run_transaction(connection, payloads, call)
         other = AsyncConnection(forgetful.url)

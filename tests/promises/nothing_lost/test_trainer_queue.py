@@ -473,8 +473,8 @@ def test_pacing_counts_what_is_trained_but_not_committed_as_done(producer: Produ
 def test_two_ranks_see_disjoint_parts_that_make_the_whole(producer: Producer, joined: Run) -> None:
     push_groups(producer, 5, 3)
     producer.finish()
-    leader = queue_of(joined, rank=0, world_size=2, tokens_per_micro_batch=10)
-    follower = queue_of(joined, rank=1, world_size=2, tokens_per_micro_batch=10, epoch=leader.epoch)
+    leader = queue_of(joined, rank=0, world_size=2, tokens_per_micro_batch=10, job="first")
+    follower = queue_of(joined, rank=1, world_size=2, tokens_per_micro_batch=10, job="first")
     seen: list[tuple[str, int]] = []
     while (mine := next_batch(leader, joined)) is not None:
         theirs = delivered_batch(follower, joined)
@@ -504,9 +504,9 @@ def test_a_rank_gets_the_batch_that_rank_0_commits_while_it_computes_late_column
                 leader.next_batch(timeout=0)  # mark="auto", commit="each_batch"
         return values_of(mb)
 
-    leader = queue_of(joined, world_size=2, late={"values": values_of})
+    leader = queue_of(joined, world_size=2, late={"values": values_of}, job="first")
     late: Mapping[str, Any] = {"values": slow_values}
-    follower = queue_of(joined, rank=1, world_size=2, late=late, epoch=leader.epoch)
+    follower = queue_of(joined, rank=1, world_size=2, late=late, job="first")
     mine = delivered_batch(leader, joined)
     theirs = delivered_batch(follower, joined)
     assert committed
@@ -518,11 +518,9 @@ def test_a_rank_gets_the_batch_that_rank_0_commits_while_it_computes_late_column
 def test_a_rank_without_a_trajectory_runs_the_same_loop(producer: Producer, joined: Run, chain: Any) -> None:
     producer.push([trajectory("g", 0, 1, x=np.zeros((5, 2), np.uint16))])
     late: Mapping[str, Any] = {"values": values_of}
-    leader = queue_of(joined, batch_groups=1, world_size=2, chain=chain, late=late)
+    leader = queue_of(joined, batch_groups=1, world_size=2, chain=chain, late=late, job="first")
     full = next_batch(leader, joined)
-    empty = next_batch(
-        queue_of(joined, rank=1, world_size=2, chain=chain, late=late, epoch=leader.epoch), joined
-    )
+    empty = next_batch(queue_of(joined, rank=1, world_size=2, chain=chain, late=late, job="first"), joined)
     assert full is not None
     assert empty is not None
     for (mine,), (theirs,) in [(full, empty)]:
@@ -540,8 +538,8 @@ def test_a_new_job_of_two_ranks_does_not_end_where_the_last_one_did(producer: Pr
     while next_batch(queue, joined) is not None:
         pass
     push_groups(producer, 1, prefix="more")
-    leader = queue_of(joined, batch_groups=2, world_size=2)
-    follower = queue_of(joined, rank=1, world_size=2, epoch=leader.epoch)
+    queue_of(joined, batch_groups=2, world_size=2, job="second").open()
+    follower = queue_of(joined, rank=1, world_size=2, job="second")
     with pytest.raises(NoBatchError):
         follower.next_batch(timeout=0)
 

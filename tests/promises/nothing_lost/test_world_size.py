@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import fakeredis
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.batch.exclusion import leave_out
+from streamadv.batch.hold import random_job
 from streamadv.batch.record import read_records
 from streamadv.errors import SettingError, StreamadvError
 from streamadv.producer import Producer
@@ -20,6 +20,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
+    OneClient,
     delivered_batch,
     fence_of,
     group_all,
@@ -45,15 +46,14 @@ def start_job(
     connection: Connection, run: str, world_size: int, state: dict[str, Any] | None = None, **options: Any
 ) -> list[TrainerQueue]:
     """The ranks of a job, as one process group would start them: rank 0 first."""
-    ranks: list[TrainerQueue] = []
-    for rank in range(world_size):
-        epoch = ranks[0].epoch if ranks else None
-        queue = TrainerQueue(
-            connection, run, rank=rank, world_size=world_size, epoch=epoch, **{"commit": "manual", **options}
-        )
-        if state is not None:
+    options = {"commit": "manual", "job": random_job(), **options}
+    ranks = [
+        TrainerQueue(connection, run, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+    if state is not None:
+        for queue in ranks:
             queue.load_state_dict(state)
-        ranks.append(queue)
     return ranks
 
 
@@ -274,7 +274,7 @@ def test_whatever_is_lost_between_restarts_what_is_trained_on_is_what_the_ledger
     data: st.DataObject,
 ) -> None:
     """Jobs of any size, one after another, each after another loss; the last one commits."""
-    connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    connection = OneClient()
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     with producing(connection, "r") as producer:
         for number, size in enumerate(sizes):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Final
 
-import fakeredis
 import numpy as np
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 
 import streamadv as sa
 from streamadv.losses import AGGREGATIONS, Aggregation, aggregate, cispo, gspo, ppo_clip, reinforce
-from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Columns
-from tests.support import delivered_batch, join, producing, trajectory
+from tests.support import OneClient, delivered_batch, join, producing, trajectory
 
 #: Tokens of the rows of two groups of three: 45 in all, so 20 to a micro-batch make three.
 LENGTHS: Final = ((4, 9, 6), (12, 3, 11))
@@ -33,7 +31,7 @@ LOSSES: Final[dict[str, Callable[..., Any]]] = {
 
 @cache
 def batch_of(budget: int | None, keep_groups: bool = False) -> sa.Batch:
-    fake = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    fake = OneClient()
     rng = np.random.default_rng(0)
     with producing(fake, "r") as producer:
         for number, lengths in enumerate(LENGTHS):

@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import fakeredis
 import numpy as np
 import pytest
 
 from streamadv.run.manifest import RunSettings
-from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.schema import Trajectory
-from tests.support import delivered_batch, identities, join, problems, producing, trajectory
+from tests.support import OneClient, delivered_batch, identities, join, problems, producing, trajectory
 
 CHAIN: dict[str, Any] = {"estimator": "gae", "gamma": 0.9, "lam": 0.95, "kl": {"coefficient": 0.1}}
 
@@ -51,7 +49,7 @@ GROUPS = random_groups()
 
 def rows_of(world_size: int, at_once: int, shards: int, budget: int | None) -> list[Row]:
     """The rows of all micro-batches of all ranks, sorted. at_once: trajectories of a push."""
-    connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    connection = OneClient()
     pushes = [group[i : i + at_once] for group in GROUPS for i in range(0, len(group), at_once)]
     random.Random(at_once).shuffle(pushes)
     with producing(connection, "r", RunSettings(shards=shards).model_dump()) as producer:
@@ -62,7 +60,7 @@ def rows_of(world_size: int, at_once: int, shards: int, budget: int | None) -> l
     ranks: list[TrainerQueue] = []
     for rank in range(world_size):
         options: dict[str, Any] = {"rank": rank, "world_size": world_size, "tokens_per_micro_batch": budget}
-        options |= {"epoch": ranks[0].epoch if ranks else None, "chain": CHAIN, "pushed": ["values"]}
+        options |= {"job": "first", "chain": CHAIN, "pushed": ["values"]}
         ranks.append(TrainerQueue(connection, "r", batch_groups=len(GROUPS), commit="each_batch", **options))
     rows: list[Row] = []
     for queue in ranks:

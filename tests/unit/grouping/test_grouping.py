@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import fakeredis
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from streamadv.run.packets import parse_members
 from streamadv.store.connection import Connection
 from streamadv.trajectory.schema import Trajectory
 from tests.support import (
+    OneClient,
     batches_read,
     consumer_of,
     ended,
@@ -351,7 +351,7 @@ class Pipeline:
     def __init__(self, minimum: int | None, slots: int) -> None:
         self.minimum = minimum
         self.slots = slots
-        self.connection = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+        self.connection = OneClient()
         self.producer = Producer(
             self.connection, "r", settings=RunSettings(redundancy=slots - SIZE, partial_min_usable=minimum)
         ).open()

@@ -14,7 +14,7 @@ from streamadv.producer.requests import GroupCall
 from streamadv.producer.tickets import Ticket
 from streamadv.store.connection import Connection
 from streamadv.store.scripts import ScriptCall
-from tests.support import group_all, join, ledger, problems, producing
+from tests.support import OneClient, group_all, join, ledger, problems, producing
 
 
 def test_failed_cancelled_and_unscorable_slots_end_without_a_trajectory(fake: Connection) -> None:
@@ -139,7 +139,7 @@ def test_leaving_a_group_leaves_what_was_handed_out_to_others(fake: Connection) 
 
 def test_an_interrupt_while_the_server_is_away_does_not_wait_for_it() -> None:
     server = fakeredis.FakeServer()
-    connection = Connection.from_client(fakeredis.FakeRedis(server=server))
+    connection = OneClient(fakeredis.FakeRedis(server=server))
 
     def play(rollout: Rollout) -> None:
         server.connected = False

@@ -22,6 +22,7 @@ from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.payload import payloads_of
 from streamadv.trajectory.schema import MAX_REWARDS
 from tests.support import (
+    OneClient,
     delivered_batch,
     ended,
     group_all,
@@ -298,9 +299,7 @@ def test_a_large_group_is_pushed_in_slices(fake: Connection, monkeypatch: pytest
 @settings(max_examples=25, deadline=None)
 @given(dedupe=st.integers(1, 4), total=st.integers(1, 12))
 def test_the_last_groups_are_remembered(dedupe: int, total: int) -> None:
-    import fakeredis
-
-    fake = Connection.from_client(fakeredis.FakeRedis(server=fakeredis.FakeServer()))
+    fake = OneClient()
     with producing(fake, "r", {"dedupe_groups": dedupe}) as producer:
         run = join(fake, "r")
         for number in range(total):

@@ -39,7 +39,6 @@ from streamadv.trainer.queue import TrainerQueue
         ({"min_kept_ratio": "x"}, "min_kept_ratio is 'x', needs a number"),
         ({"durability_window": "10"}, "durability_window is '10'"),
         ({"keep_groups": "no"}, "keep_groups is 'no', needs True or False"),
-        ({"epoch": 1.0}, "epoch is 1.0"),
         (
             {"late": lambda micro_batch: micro_batch},
             "late is a function, needs functions of a micro-batch by column",
