@@ -7,10 +7,15 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
+
+from .errors import SettingError, StreamadvError
+
+Whole = TypeVar("Whole", int, int | None)
 
 MAX_MESSAGE_CHARS: Final = 400
 
@@ -71,6 +76,29 @@ def brief(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
+
+
+def whole_number(
+    name: str,
+    value: Whole,
+    least: int | None = 0,
+    most: int | None = None,
+    *,
+    or_none: bool = False,
+    error: type[StreamadvError] = SettingError,
+) -> Whole:
+    """The argument `name` as an int of Python. Raises `error` for what is no whole number in least .. most.
+
+    Integers of numpy are some, a bool is none. or_none: None is taken too. least, most: None = no bound.
+    """
+    if value is None and or_none:
+        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+        if (least is None or least <= value) and (most is None or value <= most):
+            return value
+    needs = "" if least is None else f", {least} or more" if most is None else f" from {least} to {most}"
+    raise error(f"{name} is {brief(value)}, needs a whole number{needs}{', or None' * or_none}")
 
 
 def place_of(error: BaseException) -> str:

@@ -28,7 +28,7 @@ import numpy as np
 
 from . import extras
 from .errors import SettingError, WeightsMissingError
-from .messages import brief, log_fields, one_line
+from .messages import brief, log_fields, one_line, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,8 @@ def publish(
 
     Raises SettingError for a wrong argument, MissingDependencyError without safetensors.
     """
-    for name, number, least in (("version", version, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < least):
-            raise SettingError(f"{name} is {brief(number)}, needs a whole number from {least} on")
+    version, keep = whole_number("version", version), whole_number("keep", keep, 1)
+    keep_every = whole_number("keep_every", keep_every, 1, or_none=True)
     if not isinstance(tensors, Mapping):
         raise SettingError(f"tensors is {brief(tensors)}, needs tensors by name, such as model.state_dict()")
     folder = Path(folder)

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from .. import clock
 from ..errors import JudgeAwayError, SettingError
-from ..messages import brief, one_line
+from ..messages import brief, one_line, whole_number
 from .remembered import Remembered, content_of
 from .scores import Score
 from .scoring_streams import UnscoredTrajectory
@@ -67,8 +67,7 @@ class Judge:
         key: Callable[..., str | None] | None = None,
         version: str = "",
     ) -> None:
-        if type(concurrency) is not int or concurrency < 1:
-            raise SettingError(f"concurrency is {brief(concurrency)}, needs a whole number, 1 or more")
+        concurrency = whole_number("concurrency", concurrency, 1)
         if per_minute is not None and not (isinstance(per_minute, int | float) and per_minute > 0):
             raise SettingError(f"per_minute is {brief(per_minute)}, needs a number above 0, or None")
         if not (isinstance(answer_s, int | float) and answer_s > 0):

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import clock, metrics, tracing
 from ..errors import SettingError, WireError
-from ..messages import brief, log_fields
+from ..messages import brief, log_fields, whole_number
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
@@ -96,9 +96,7 @@ class Scorer:
         whole_groups: bool = False,
         settings: RunSettings | None = None,
     ) -> None:
-        for setting, value in (("batch_size", batch_size), ("tries", tries)):
-            if type(value) is not int or value < 1:
-                raise SettingError(f"{setting} is {brief(value)}, needs a whole number, 1 or more")
+        batch_size, tries = whole_number("batch_size", batch_size, 1), whole_number("tries", tries, 1)
         for setting, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s)):
             if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX:
                 raise SettingError(f"{setting} is {brief(seconds)}, needs seconds above 0")

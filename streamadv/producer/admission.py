@@ -16,8 +16,8 @@ from weakref import WeakSet
 from redis.exceptions import ResponseError
 
 from .. import doors, metrics, tracing
-from ..errors import GroupEndedError, SettingError
-from ..messages import brief, log_fields, one_line
+from ..errors import GroupEndedError
+from ..messages import log_fields, one_line, whole_number
 from ..prompts.spec import PREFIX
 from ..run.manifest import MAX_DEADLINE_S
 from ..store.reasons import Reason
@@ -55,9 +55,8 @@ class Ahead:
 
     def __init__(self, admission: Admission, request: GroupRequest, ahead: int) -> None:
         """Raises SettingError for what is no `ahead`."""
-        if not isinstance(ahead, int) or not 0 <= ahead <= MAX_AHEAD:
-            raise SettingError(f"ahead is {brief(ahead)}, needs 0..{MAX_AHEAD}")
-        self._admission, self._request, self._ahead = admission, request, ahead
+        self._admission, self._request = admission, request
+        self._ahead = whole_number("ahead", ahead, 0, MAX_AHEAD)
         self._call = BeginCall()
         self._tickets: deque[Ticket] = deque()
         admission.ahead.add(self)
