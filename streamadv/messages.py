@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from . import clock
 from .errors import SettingError, StreamadvError
 
 Whole = TypeVar("Whole", int, int | None)
@@ -130,6 +133,33 @@ def unknown_field(data: Mapping[Any, Any], known: Iterable[str]) -> str | None:
 def summed_up(group_id: str, count: int) -> str:
     """The subject of a sentence about `count` groups, with its verb; group_id: of the only one."""
     return f"group {group_id} is" if count == 1 else f"{count} groups are"
+
+
+class SummedUp:
+    """Log records of what happens often: for each reason the first one and how many, at most every `every_s` seconds.
+
+    event: of the records. `note` and `log` are for one thread.
+    """
+
+    def __init__(self, logger: logging.Logger, event: str, every_s: float) -> None:
+        self._logger, self._event, self._every_s = logger, event, every_s
+        #: By reason: text and fields of the first one, and how many there are.
+        self._noted: dict[str, tuple[Callable[[int], str], dict[str, Any], int]] = {}
+        self._logged_at: dict[str, float] = {}
+
+    def note(self, reason: str, text: Callable[[int], str], count: int = 1, **fields: Any) -> None:
+        """So many more. text: a sentence about a number of them; it and `fields` (of `log_fields`) name the first."""
+        first_text, first_fields, before = self._noted.get(reason, (text, fields, 0))
+        self._noted[reason] = first_text, first_fields, before + count
+
+    def log(self, now: bool = False) -> None:
+        """A warning for each reason whose last one is `every_s` ago, or for all of them `now`."""
+        for reason, (text, fields, count) in list(self._noted.items()):
+            if now or clock.now() - self._logged_at.get(reason, -math.inf) >= self._every_s:
+                del self._noted[reason]
+                self._logged_at[reason] = clock.now()
+                extra = log_fields(self._event, reason=reason, count=count, **fields)
+                self._logger.warning("%s", text(count), extra=extra)
 
 
 def log_fields(

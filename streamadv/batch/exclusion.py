@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from .. import clock
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
-from ..messages import log_fields, summed_up
+from ..messages import SummedUp, log_fields, summed_up
 from ..prompts.spec import identity
 from ..run import Run
 from ..run.malformed import reject
@@ -133,7 +132,7 @@ logger = logging.getLogger(__name__)
 class DroppedGroups:
     """Dropped groups: by reason and source since the last delivered batch, by reason since the last lines of the log.
 
-    Of the groups themselves only the first ones are kept: a trainer may wait long while everything is dropped.
+    Of the groups themselves nothing is kept: a trainer may wait long while everything is dropped.
     """
 
     def __init__(self, run: str) -> None:
@@ -141,9 +140,7 @@ class DroppedGroups:
         self._groups: Counter[str] = Counter()
         self._trajectories: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
-        self._unlogged: dict[str, tuple[LoggedGroup, int]] = {}  # by reason: the first one, and how many
-        self._batch = 0
-        self._logged_at = -LOG_INTERVAL_S
+        self.lines = SummedUp(logger, "groups_dropped", LOG_INTERVAL_S)
 
     def add(self, k: int, group: LoggedGroup, reason: str) -> None:
         """The group was dropped while batch k was named."""
@@ -153,13 +150,16 @@ class DroppedGroups:
         self._groups[name] += 1
         self._trajectories[name] += len(group.members)
         self._tokens[name] += int(group.members.table["trainable"].sum())
-        self._batch = k
-        first, count = self._unlogged.get(reason, (group, 0))
-        self._unlogged[reason] = first, count + 1
-        fields = log_fields(
-            "group_dropped", run=self._run, role="trainer", batch=k, group=group.group_id, reason=reason
-        )
-        logger.debug("group %s is not trained on: %s", group.group_id, reason, extra=fields)
+        group_id, problem = group.group_id, group.problem
+        why = f"{reason} ({problem})" if problem else reason + MEANING.get(reason, "")
+        fields: dict[str, Any] = {"run": self._run, "role": "trainer", "batch": k, "group": group_id}
+        extra = log_fields("group_dropped", reason=reason, **fields)
+        logger.debug("group %s is not trained on: %s", group_id, reason, extra=extra)
+
+        def text(count: int) -> str:
+            return f"batch {k}: {summed_up(group_id, count)} not trained on: {why}"
+
+        self.lines.note(reason, text, **fields)
 
     def __len__(self) -> int:
         """Groups."""
@@ -175,26 +175,6 @@ class DroppedGroups:
         groups = {f"{name}/groups": float(count) for name, count in self._groups.items()}
         means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
         return groups | {f"{name}/response_length/mean": mean for name, mean in means.items()}
-
-    def log(self, now: bool = False) -> None:
-        """One line for each reason, if the last lines are LOG_INTERVAL_S ago or `now`."""
-        if not self._unlogged or not (now or clock.now() - self._logged_at >= LOG_INTERVAL_S):
-            return
-        self._logged_at = clock.now()
-        for reason, (first, count) in self._unlogged.items():
-            fields = log_fields(
-                "groups_dropped",
-                run=self._run,
-                role="trainer",
-                batch=self._batch,
-                group=first.group_id,
-                reason=reason,
-                count=count,
-            )
-            which = summed_up(first.group_id, count)
-            why = f"{reason} ({first.problem})" if first.problem else reason + MEANING.get(reason, "")
-            logger.warning("batch %d: %s not trained on: %s", self._batch, which, why, extra=fields)
-        self._unlogged.clear()
 
 
 def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int | None) -> None:
