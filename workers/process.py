@@ -19,7 +19,7 @@ from streamadv.run.consumer import GROUPER
 from streamadv.settings import Settings
 from streamadv.status.read import read_server
 from streamadv.store.connection import Connection
-from streamadv.store.retry import RETRYABLE, Outage
+from streamadv.store.retry import patiently
 
 logger = logging.getLogger(__name__)
 
@@ -67,21 +67,17 @@ def join_run(settings: Settings, stop: threading.Event, stage: str) -> Run:
 
     metrics.serve(settings.metrics_port, settings.run, settings.metrics_host, not_ready)
 
-    def on_wait(_error: Exception) -> None:
-        if stop.is_set():
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
             raise KeyboardInterrupt
 
-    outage = Outage(stage, settings.run, sleep=stop.wait)
-    while True:
-        connection.wait_until_ready(on_wait=on_wait)
-        try:
-            run = open_run(connection, settings.run)
-            warn_of_server(run, stage)
-            outage.over()
-            break
-        except RETRYABLE as error:  # gone again by now, or it answers but does not write for a while
-            on_wait(error)
-            outage.pause_after(error)
+    def join() -> Run:
+        connection.wait_until_ready(on_wait=lambda _: pause(0))
+        run = open_run(connection, settings.run)
+        warn_of_server(run, stage)
+        return run
+
+    run = patiently(join, stage, settings.run, sleep=pause)
     has_joined = True
     return run
 

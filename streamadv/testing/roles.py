@@ -9,7 +9,7 @@ from ..run import Run, open_run
 from ..run.manifest import RunSettings
 from ..settings import run_name
 from ..store.connection import Connection
-from ..store.retry import RETRYABLE, Outage
+from ..store.retry import patiently
 from .wire import URL
 
 
@@ -27,10 +27,5 @@ def opened(run: str | None, settings: RunSettings | None) -> Run:
     """The run, once the server answers: what a worker process does before its loop. None: as a producer means it."""
     name = run_name(run)
     connection = Connection(URL)
-    outage = Outage("worker", name)
-    while True:
-        connection.wait_until_ready()
-        try:
-            return open_run(connection, name, settings)
-        except RETRYABLE as error:
-            outage.pause_after(error)
+    connection.wait_until_ready()
+    return patiently(lambda: open_run(connection, name, settings), "worker", name)
