@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 import stat
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from . import extras
+from . import doors, extras
 from .errors import SettingError, WeightsMissingError
 from .messages import brief, log_fields, one_line, whole_number
 
@@ -75,15 +74,11 @@ def publish(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, version)
-    unfinished = folder / f".{path.name}.{os.getpid()}"
-    try:
+    with doors.whole_file(path) as unfinished:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         save(unfinished, tensors, {"version": str(version)})
         unfinished.chmod(mode)  # safetensors lets only the writer's user read, engines may be another's
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     # Versions above one with which this process goes on are of a trainer that has replaced this one.
     goes_on = version > _last.get(folder.resolve(), version)
     _last[folder.resolve()] = version
