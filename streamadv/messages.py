@@ -9,7 +9,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -102,6 +102,25 @@ def whole_number(
             return value
     needs = "" if least is None else f", {least} or more" if most is None else f" from {least} to {most}"
     raise error(f"{name} is {brief(value)}, needs a whole number{needs}{', or None' * or_none}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    what: str = "a number",
+    *,
+    zero: bool = False,
+    most: float = math.inf,
+    or_none: bool = False,
+) -> None:
+    """Raise SettingError unless `value` is a number above 0 (`zero`: or 0), at most `most` (`or_none`: or None)."""
+    if value is None and or_none:
+        return
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not (0 < value <= most or (zero and value == 0)):
+        needs = f"{what}, 0 or more" if zero else f"{what} above 0"
+        limit = "" if most == math.inf else f", at most {most:g}"
+        raise SettingError(f"{name} is {brief(value)}, needs {needs}{limit}{', or None' * or_none}")
 
 
 def place_of(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -137,19 +136,17 @@ class DroppedGroups:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._groups: Counter[str] = Counter()
-        self._trajectories: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
+        self._sums: dict[str, tuple[int, int, int]] = {}  # groups, trajectories, trainable tokens
         self.lines = SummedUp(logger, "groups_dropped", LOG_INTERVAL_S)
 
     def add(self, k: int, group: LoggedGroup, reason: str) -> None:
         """The group was dropped while batch k was named."""
         name = f"dropped/{reason}/{group.data_source or 'unknown'}"  # what its figures begin with
-        if name not in self._groups and len(self._groups) >= MAX_NAMES:
+        if name not in self._sums and len(self._sums) >= MAX_NAMES:
             name = f"dropped/{reason}/other"
-        self._groups[name] += 1
-        self._trajectories[name] += len(group.members)
-        self._tokens[name] += int(group.members.table["trainable"].sum())
+        groups, trajectories, tokens = self._sums.get(name, (0, 0, 0))
+        tokens += int(group.members.table["trainable"].sum())
+        self._sums[name] = groups + 1, trajectories + len(group.members), tokens
         group_id, problem = group.group_id, group.problem
         why = f"{reason} ({problem})" if problem else reason + MEANING.get(reason, "")
         fields: dict[str, Any] = {"run": self._run, "role": "trainer", "batch": k, "group": group_id}
@@ -163,18 +160,20 @@ class DroppedGroups:
 
     def __len__(self) -> int:
         """Groups."""
-        return self._groups.total()
+        return sum(groups for groups, _, _ in self._sums.values())
 
     def clear(self) -> None:
         """Begin anew, after the figures were reported."""
-        for counts in (self._groups, self._trajectories, self._tokens):
-            counts.clear()
+        self._sums.clear()
 
     def figures(self) -> dict[str, float]:
         """Groups, and mean length of their trajectories in trainable tokens, by reason and source."""
-        groups = {f"{name}/groups": float(count) for name, count in self._groups.items()}
-        means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
-        return groups | {f"{name}/response_length/mean": mean for name, mean in means.items()}
+        figures: dict[str, float] = {}
+        for name, (groups, trajectories, tokens) in self._sums.items():
+            figures[f"{name}/groups"] = float(groups)
+            if trajectories:
+                figures[f"{name}/response_length/mean"] = tokens / trajectories
+        return figures
 
 
 def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int | None) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import clock, metrics, tracing
 from ..errors import SettingError, WireError
-from ..messages import SummedUp, brief, log_fields, whole_number
+from ..messages import SummedUp, brief, check_number, log_fields, whole_number
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
@@ -100,8 +100,7 @@ class Scorer:
     ) -> None:
         batch_size, tries = whole_number("batch_size", batch_size, 1), whole_number("tries", tries, 1)
         for setting, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s)):
-            if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX:
-                raise SettingError(f"{setting} is {brief(seconds)}, needs seconds above 0")
+            check_number(setting, seconds, "seconds", most=threading.TIMEOUT_MAX)
         if isinstance(columns, str):
             raise SettingError(f"columns is {brief(columns)}, needs a list of names: [{brief(columns)}]")
         run = run_name(run)

@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from .. import doors, metrics, tracing
 from ..errors import GroupEndedError
-from ..messages import log_fields, one_line, whole_number
+from ..messages import check_number, log_fields, one_line, whole_number
 from ..prompts.spec import PREFIX
 from ..run.manifest import MAX_DEADLINE_S
 from ..store.reasons import Reason
@@ -45,7 +45,7 @@ from .requests import (
     refusal,
 )
 from .resend import ResendWindow
-from .tickets import GroupRequest, GroupSpec, PushResult, Ticket, check_group, check_seconds, new_group_id
+from .tickets import GroupRequest, GroupSpec, PushResult, Ticket, check_group, new_group_id
 
 MAX_AHEAD: Final = 63
 
@@ -348,7 +348,7 @@ class Admission:
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
         shard = self._membership.shard_of(group_id)
-        check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
+        check_number("deadline_s", deadline_s, "seconds", most=MAX_DEADLINE_S, or_none=True)
         milliseconds = round((deadline_s or self._membership.manifest.group_deadline_s) * 1000)
         first = self._touch(group_id, milliseconds)
         result = yield from self._resend.send(shard, first, self._touch, group_id, milliseconds)

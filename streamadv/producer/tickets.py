@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
 
 from .. import doors
-from ..errors import SettingError, TrajectoryError
-from ..messages import brief, first_problem, whole_number
+from ..errors import TrajectoryError
+from ..messages import brief, check_number, first_problem, whole_number
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.packets import MAX_BYTES
 from ..trajectory.fields import MAX_SHORT_TEXT, GroupId, RoundName, ShortText, is_plain
@@ -205,8 +203,8 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         group_id, source, metadata = shared.group_id, shared.data_source, shared.metadata
     if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
         raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
-    check_seconds("deadline_s", request.deadline_s, MAX_DEADLINE_S)
-    check_seconds("timeout", request.timeout, zero=True)
+    check_number("deadline_s", request.deadline_s, "seconds", most=MAX_DEADLINE_S, or_none=True)
+    check_number("timeout", request.timeout, "seconds", zero=True, or_none=True)
     slots, role = size + redundancy, str(request.role)
     deadline_s = None if request.deadline_s is None else float(request.deadline_s)
     columns = request.columns.size if isinstance(request.columns, GroupColumns) else 0
@@ -235,15 +233,3 @@ def check_score(
         },
         f"score of {brief(group_id)}/{brief(rollout_index)}",
     )
-
-
-def check_seconds(name: str, value: float | None, limit: float = math.inf, *, zero: bool = False) -> None:
-    """Raises SettingError unless `value` is None or seconds above 0 (`zero`: or 0), at most `limit`."""
-    if value is None:
-        return
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not (0 < value <= limit or (zero and value == 0)):
-        most = "" if limit == math.inf else f", at most {limit}"
-        raise SettingError(
-            f"{name} is {brief(value)}, needs seconds {'from' if zero else 'above'} 0 on{most}"
-        )

@@ -121,23 +121,20 @@ class PromptSet:
         skip_solved = whole_number(where + "skip_solved", self.skip_solved, 0, 9)
         shuffle = whole_number(where + "shuffle", self.shuffle, None, or_none=True)
         if not is_number(self.best_reward):
-            raise SettingError(
-                f"prompts {self.name}: best_reward is {brief(self.best_reward)}, needs a number"
-            )
+            raise SettingError(f"{where}best_reward is {brief(self.best_reward)}, needs a number")
         if not isinstance(self.select, str) or not SELECT.fullmatch(self.select):
-            raise SettingError(
-                f"prompts {self.name}: select is {brief(self.select)}, needs 'begun n' or 'version n'"
-            )
+            raise SettingError(f"{where}select is {brief(self.select)}, needs 'begun n' or 'version n'")
         if not self.sources:
-            raise SettingError(
-                f"prompts {self.name}: there is no source: give a sequence, or a mapping of names"
-            )
+            raise SettingError(f"{where}there is no source: give a sequence, or a mapping of names")
         if len(self.sources) > MOST_SOURCES:
-            raise SettingError(
-                f"prompts {self.name}: there are {len(self.sources)} sources: give at most {MOST_SOURCES}"
-            )
+            raise SettingError(f"{where}there are {len(self.sources)} sources: give at most {MOST_SOURCES}")
         for source, length in self.sources.items():
-            self._check_source(source, length)
+            if not isinstance(source, str) or not SOURCE.fullmatch(source):
+                raise SettingError(
+                    f"{where}a source is named {brief(source)}: use letters, digits, '.', '_', '-' and '/', at most 80"
+                )
+            if not isinstance(length, int) or not 0 < length * epochs <= MOST:
+                raise SettingError(f"{where}source {source!r} has {length} prompts, needs 1 or more")
         self.check_weights(self.weights)
         return replace(self, epochs=epochs, shuffle=shuffle, retries=retries, skip_solved=skip_solved)
 
@@ -156,17 +153,6 @@ class PromptSet:
                 )
         if not any(weights.values()):
             raise SettingError(f"prompts {self.name}: all weights are 0: give one source a number above 0")
-
-    def _check_source(self, source: str, length: int) -> None:
-        if not isinstance(source, str) or not SOURCE.fullmatch(source):
-            raise SettingError(
-                f"prompts {self.name}: a source is named {brief(source)}: use letters, digits, '.', '_', '-' and '/', "
-                "at most 80"
-            )
-        if not isinstance(length, int) or not 0 < length * self.epochs <= MOST:
-            raise SettingError(
-                f"prompts {self.name}: source {source!r} has {length} prompts, needs 1 or more"
-            )
 
     @property
     def totals(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -35,7 +34,7 @@ def check_arguments(
     if commit not in ("each_batch", "manual"):
         raise SettingError(f"commit is {brief(commit)}, needs 'each_batch' or 'manual'")
     for name, number in numbers.items():
-        if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < math.inf:
+        if not is_number(number) or number < 0:
             raise SettingError(f"{name} is {brief(number)}, needs a number, 0 or more")
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -46,13 +45,6 @@ def check_weights(uri: str | None) -> None:
     """Raise SettingError unless it is None or a URI that fits into one line."""
     if uri is not None and not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and uri.isprintable()):
         raise SettingError(f"weights is {brief(uri)}, needs a URI of at most {MAX_URI_CHARS} characters")
-
-
-def check_timeout(timeout: object) -> None:
-    """Raise SettingError for what is neither seconds nor None."""
-    is_time = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout >= 0
-    if timeout is not None and not is_time:
-        raise SettingError(f"timeout is {brief(timeout)}, needs seconds, 0 or more, or None")
 
 
 def check_quotas(quotas: object) -> dict[str, float]:

@@ -23,7 +23,7 @@ from ..algorithms.device import Device, choose_device
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
 from ..batch.record import BatchRecord, NamingSettings, read_records
 from ..errors import SettingError
-from ..messages import brief, log_fields, whole_number
+from ..messages import brief, check_number, log_fields, whole_number
 from ..run.manifest import RunSettings, given_settings
 from ..settings import run_name
 from ..status.watchdog import Limits
@@ -33,7 +33,6 @@ from .arguments import (
     check_folder,
     check_quotas,
     check_state,
-    check_timeout,
     check_weights,
 )
 from .checkpoints import find_start, read_start, saving
@@ -257,7 +256,7 @@ class TrainerQueue(IterableDataset[Batch]):
         the same batch.
         """
         take_back: list[Callable[[], None]] = []
-        check_timeout(timeout)
+        check_number("timeout", timeout, "seconds", zero=True, or_none=True)
         max_groups = whole_number("max_groups", max_groups, 1, or_none=True)
         self._loop.check_open()
         try:
