@@ -38,10 +38,6 @@ _LEFT: Final = re.compile(r"\.([0-9]+)\.(unfinished|replaced|removed)(\.[0-9a-f]
 def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Write a queue's state, whole or not at all, into the folder of a checkpoint, which is made if need be."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    _write_state(checkpoint, state)
-
-
-def _write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     with doors.whole_file(checkpoint / STATE_FILE) as unfinished:
         unfinished.write_text(json.dumps(state))
 
@@ -190,7 +186,10 @@ def _begin(folder: Path, run: str, version: int) -> None:
 def _finish(unfinished: Path, folder: Path, version: int, state: Mapping[str, Any]) -> None:
     """All that the ranks have saved is on the disk: from the rename on it is the checkpoint."""
     whole = folder / str(version)
-    _write_state(unfinished, state)
+    with doors.whole_file(
+        unfinished / STATE_FILE
+    ) as file:  # in no new folder: this one may be removed meanwhile
+        file.write_text(json.dumps(state))
     if whole.exists():
         whole.rename(_hidden(folder, version, "replaced"))
     unfinished.rename(whole)
