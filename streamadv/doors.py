@@ -1,7 +1,7 @@
 """Where a process starts a thread, waits, draws a name or opens a connection: `streamadv.testing` takes these over.
 
 `clock.now` is the door of time. What is not listed here never lasts: a lock that is held during a request is `RLock` of
-this module, and every other one is `threading`'s.
+this module, and every other one is `threading`'s. Files that are whole or not there are written here, too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 Event = threading.Event
@@ -36,3 +39,26 @@ def sleep(seconds: float) -> None:
 
 #: What `sleep` does: functions have that as a default, which stays when this is replaced.
 pause = time.sleep
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path beside `path`: what the block writes there is on the disk before it gets its name; else it is removed."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield unfinished
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk before anything that relies on it. What is neither is left alone."""
+    if path.is_file() or path.is_dir():
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
+
+from . import clock
+from .errors import SettingError, StreamadvError
+
+Whole = TypeVar("Whole", int, int | None)
 
 MAX_MESSAGE_CHARS: Final = 400
 
@@ -73,6 +81,48 @@ def brief(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
+def whole_number(
+    name: str,
+    value: Whole,
+    least: int | None = 0,
+    most: int | None = None,
+    *,
+    or_none: bool = False,
+    error: type[StreamadvError] = SettingError,
+) -> Whole:
+    """The argument `name` as an int of Python. Raises `error` for what is no whole number in least .. most.
+
+    Integers of numpy are some, a bool is none. or_none: None is taken too. least, most: None = no bound.
+    """
+    if value is None and or_none:
+        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)
+        if (least is None or least <= value) and (most is None or value <= most):
+            return value
+    needs = "" if least is None else f", {least} or more" if most is None else f" from {least} to {most}"
+    raise error(f"{name} is {brief(value)}, needs a whole number{needs}{', or None' * or_none}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    what: str = "a number",
+    *,
+    zero: bool = False,
+    most: float = math.inf,
+    or_none: bool = False,
+) -> None:
+    """Raise SettingError unless `value` is a number above 0 (`zero`: or 0), at most `most` (`or_none`: or None)."""
+    if value is None and or_none:
+        return
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not (0 < value <= most or (zero and value == 0)):
+        needs = f"{what}, 0 or more" if zero else f"{what} above 0"
+        limit = "" if most == math.inf else f", at most {most:g}"
+        raise SettingError(f"{name} is {brief(value)}, needs {needs}{limit}{', or None' * or_none}")
+
+
 def place_of(error: BaseException) -> str:
     """` (FILE:LINE)`: the line of the user's code that has raised, or that called what has; `` if none is known."""
     frames = list(traceback.extract_tb(error.__traceback__))
@@ -102,6 +152,33 @@ def unknown_field(data: Mapping[Any, Any], known: Iterable[str]) -> str | None:
 def summed_up(group_id: str, count: int) -> str:
     """The subject of a sentence about `count` groups, with its verb; group_id: of the only one."""
     return f"group {group_id} is" if count == 1 else f"{count} groups are"
+
+
+class SummedUp:
+    """Log records of what happens often: for each reason the first one and how many, at most every `every_s` seconds.
+
+    event: of the records. `note` and `log` are for one thread.
+    """
+
+    def __init__(self, logger: logging.Logger, event: str, every_s: float) -> None:
+        self._logger, self._event, self._every_s = logger, event, every_s
+        #: By reason: text and fields of the first one, and how many there are.
+        self._noted: dict[str, tuple[Callable[[int], str], dict[str, Any], int]] = {}
+        self._logged_at: dict[str, float] = {}
+
+    def note(self, reason: str, text: Callable[[int], str], count: int = 1, **fields: Any) -> None:
+        """So many more. text: a sentence about a number of them; it and `fields` (of `log_fields`) name the first."""
+        first_text, first_fields, before = self._noted.get(reason, (text, fields, 0))
+        self._noted[reason] = first_text, first_fields, before + count
+
+    def log(self, now: bool = False) -> None:
+        """A warning for each reason whose last one is `every_s` ago, or for all of them `now`."""
+        for reason, (text, fields, count) in list(self._noted.items()):
+            if now or clock.now() - self._logged_at.get(reason, -math.inf) >= self._every_s:
+                del self._noted[reason]
+                self._logged_at[reason] = clock.now()
+                extra = log_fields(self._event, reason=reason, count=count, **fields)
+                self._logger.warning("%s", text(count), extra=extra)
 
 
 def log_fields(

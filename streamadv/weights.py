@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
 import stat
 from collections.abc import Callable, Mapping
@@ -26,9 +25,9 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from . import extras
+from . import doors, extras
 from .errors import SettingError, WeightsMissingError
-from .messages import brief, log_fields, one_line
+from .messages import brief, log_fields, one_line, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -68,23 +67,18 @@ def publish(
 
     Raises SettingError for a wrong argument, MissingDependencyError without safetensors.
     """
-    for name, number, least in (("version", version, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < least):
-            raise SettingError(f"{name} is {brief(number)}, needs a whole number from {least} on")
+    version, keep = whole_number("version", version), whole_number("keep", keep, 1)
+    keep_every = whole_number("keep_every", keep_every, 1, or_none=True)
     if not isinstance(tensors, Mapping):
         raise SettingError(f"tensors is {brief(tensors)}, needs tensors by name, such as model.state_dict()")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, version)
-    unfinished = folder / f".{path.name}.{os.getpid()}"
-    try:
+    with doors.whole_file(path) as unfinished:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         save(unfinished, tensors, {"version": str(version)})
         unfinished.chmod(mode)  # safetensors lets only the writer's user read, engines may be another's
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     # Versions above one with which this process goes on are of a trainer that has replaced this one.
     goes_on = version > _last.get(folder.resolve(), version)
     _last[folder.resolve()] = version

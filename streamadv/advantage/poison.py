@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -68,25 +67,18 @@ def compute_safely(
     if len(dead) == len(prepared.living) > 1:
         detail = next(iter(dead.values())).detail
         raise ChainError(f"batch {item.batch}: every group fails, as with {detail}")
-    _log_deaths(run, dead)
+    if dead:
+        first, death = next(iter(dead.items()))
+        fields = log_fields(
+            "group_dead", run=run.name, role=ADVANTAGE, group=first, reason=death.reason, count=len(dead)
+        )
+        logger.error("%s dead (%s): %s", summed_up(first, len(dead)), *death, extra=fields)
     try:
         return bounded(replace(prepared, dead=prepared.dead | dead))
     except SettingError:
         raise
     except Exception as error:
         raise ChainError(f"batch {item.batch}: groups that compute alone fail together: {error}") from error
-
-
-def _log_deaths(run: Run, deaths: Mapping[str, Death]) -> None:
-    """One line for each reason."""
-    counts = Counter(death.reason for death in deaths.values())
-    for reason, count in counts.items():
-        first, detail = next((name, death.detail) for name, death in deaths.items() if death.reason == reason)
-        fields = log_fields(
-            "group_dead", run=run.name, role=ADVANTAGE, group=first, reason=reason, count=count
-        )
-        which = summed_up(first, count)
-        logger.error("%s dead (%s): %s", which, reason, detail, extra=fields)
 
 
 def isolate(

@@ -253,18 +253,12 @@ class Worker:
     def _publish(self) -> None:
         while (computed := self._computed.get()) is not None:
             outage = Outage(ADVANTAGE, self._run.name, sleep=self._stop.wait)
-            while True:
-                try:
-                    with metrics.timed(ADVANTAGE, "publish"):
-                        is_first = publish(self._run, computed)
-                except RETRYABLE as error:
-                    pause_s = outage.delay_after(error)
-                    if self._stop.is_set():  # still pending: another worker takes it
-                        return
-                    self._stop.wait(pause_s)
-                    continue
-                break
-            outage.over()
+            is_first: bool | None = None
+            while is_first is None:
+                with outage.attempt(), metrics.timed(ADVANTAGE, "publish"):
+                    is_first = publish(self._run, computed)
+                if is_first is None and self._stop.is_set():  # still pending: another worker takes it
+                    return
             metrics.entries(ADVANTAGE, "acked" if is_first else "duplicate")
             if is_first:
                 observe(computed)

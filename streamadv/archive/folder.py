@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from .. import doors
 from ..errors import SettingError
 from ..store.keys import EntryId, RunKeys
 from ..store.replies import as_int
@@ -63,10 +64,10 @@ class Folder:
     def finish(self, shard: int, first: EntryId, last: EntryId, suffix: str) -> Path:
         """Give the unfinished file of a shard its name, once it is on the disk."""
         unfinished = self.unfinished(shard)
-        _sync(unfinished)
+        doors.sync(unfinished)
         whole = self.path / f"kept.{shard}.{first}.{last}.{suffix}"
         unfinished.rename(whole)
-        _sync(self.path)
+        doors.sync(self.path)
         return whole
 
     def lock(self) -> None:
@@ -119,7 +120,7 @@ def create_folder(path: Path, keys: RunKeys, created_ms: int | None = None) -> F
         beginning = path / f"{ABOUT}.{os.getpid()}{_UNFINISHED}"
         about = {"run": keys.run, "salts": list(keys.salts), "created_ms": created_ms}
         beginning.write_text(json.dumps(about))
-        _sync(beginning)
+        doors.sync(beginning)
         with suppress(FileExistsError):
             (path / ABOUT).hardlink_to(beginning)  # unless another process was first
         beginning.unlink()
@@ -130,11 +131,3 @@ def create_folder(path: Path, keys: RunKeys, created_ms: int | None = None) -> F
             f"{keys.run}, {len(keys.salts)} shards: give each run a folder"
         )
     return folder
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

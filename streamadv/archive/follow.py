@@ -127,12 +127,9 @@ class Archive:
         metrics.begin_stage(STAGE, "archive")
         outage = Outage(STAGE, self._run.name, sleep=stop.wait)
         while not stop.is_set():
-            try:
+            found = True
+            with outage.attempt():
                 found = self.look()
-            except RETRYABLE as error:
-                outage.pause_after(error)
-                continue
-            outage.over()
             if not found:
                 stop.wait(POLL_S)
         with suppress(*RETRYABLE):  # then the next one begins where this one was

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from .. import clock
 from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
-from ..messages import log_fields, summed_up
+from ..messages import SummedUp, log_fields, summed_up
 from ..prompts.spec import identity
 from ..run import Run
 from ..run.malformed import reject
@@ -133,68 +131,49 @@ logger = logging.getLogger(__name__)
 class DroppedGroups:
     """Dropped groups: by reason and source since the last delivered batch, by reason since the last lines of the log.
 
-    Of the groups themselves only the first ones are kept: a trainer may wait long while everything is dropped.
+    Of the groups themselves nothing is kept: a trainer may wait long while everything is dropped.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._groups: Counter[str] = Counter()
-        self._trajectories: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
-        self._unlogged: dict[str, tuple[LoggedGroup, int]] = {}  # by reason: the first one, and how many
-        self._batch = 0
-        self._logged_at = -LOG_INTERVAL_S
+        self._sums: dict[str, tuple[int, int, int]] = {}  # groups, trajectories, trainable tokens
+        self.lines = SummedUp(logger, "groups_dropped", LOG_INTERVAL_S)
 
     def add(self, k: int, group: LoggedGroup, reason: str) -> None:
         """The group was dropped while batch k was named."""
         name = f"dropped/{reason}/{group.data_source or 'unknown'}"  # what its figures begin with
-        if name not in self._groups and len(self._groups) >= MAX_NAMES:
+        if name not in self._sums and len(self._sums) >= MAX_NAMES:
             name = f"dropped/{reason}/other"
-        self._groups[name] += 1
-        self._trajectories[name] += len(group.members)
-        self._tokens[name] += int(group.members.table["trainable"].sum())
-        self._batch = k
-        first, count = self._unlogged.get(reason, (group, 0))
-        self._unlogged[reason] = first, count + 1
-        fields = log_fields(
-            "group_dropped", run=self._run, role="trainer", batch=k, group=group.group_id, reason=reason
-        )
-        logger.debug("group %s is not trained on: %s", group.group_id, reason, extra=fields)
+        groups, trajectories, tokens = self._sums.get(name, (0, 0, 0))
+        tokens += int(group.members.table["trainable"].sum())
+        self._sums[name] = groups + 1, trajectories + len(group.members), tokens
+        group_id, problem = group.group_id, group.problem
+        why = f"{reason} ({problem})" if problem else reason + MEANING.get(reason, "")
+        fields: dict[str, Any] = {"run": self._run, "role": "trainer", "batch": k, "group": group_id}
+        extra = log_fields("group_dropped", reason=reason, **fields)
+        logger.debug("group %s is not trained on: %s", group_id, reason, extra=extra)
+
+        def text(count: int) -> str:
+            return f"batch {k}: {summed_up(group_id, count)} not trained on: {why}"
+
+        self.lines.note(reason, text, **fields)
 
     def __len__(self) -> int:
         """Groups."""
-        return self._groups.total()
+        return sum(groups for groups, _, _ in self._sums.values())
 
     def clear(self) -> None:
         """Begin anew, after the figures were reported."""
-        for counts in (self._groups, self._trajectories, self._tokens):
-            counts.clear()
+        self._sums.clear()
 
     def figures(self) -> dict[str, float]:
         """Groups, and mean length of their trajectories in trainable tokens, by reason and source."""
-        groups = {f"{name}/groups": float(count) for name, count in self._groups.items()}
-        means = {name: self._tokens[name] / count for name, count in self._trajectories.items() if count}
-        return groups | {f"{name}/response_length/mean": mean for name, mean in means.items()}
-
-    def log(self, now: bool = False) -> None:
-        """One line for each reason, if the last lines are LOG_INTERVAL_S ago or `now`."""
-        if not self._unlogged or not (now or clock.now() - self._logged_at >= LOG_INTERVAL_S):
-            return
-        self._logged_at = clock.now()
-        for reason, (first, count) in self._unlogged.items():
-            fields = log_fields(
-                "groups_dropped",
-                run=self._run,
-                role="trainer",
-                batch=self._batch,
-                group=first.group_id,
-                reason=reason,
-                count=count,
-            )
-            which = summed_up(first.group_id, count)
-            why = f"{reason} ({first.problem})" if first.problem else reason + MEANING.get(reason, "")
-            logger.warning("batch %d: %s not trained on: %s", self._batch, which, why, extra=fields)
-        self._unlogged.clear()
+        figures: dict[str, float] = {}
+        for name, (groups, trajectories, tokens) in self._sums.items():
+            figures[f"{name}/groups"] = float(groups)
+            if trajectories:
+                figures[f"{name}/response_length/mean"] = tokens / trajectories
+        return figures
 
 
 def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int | None) -> None:

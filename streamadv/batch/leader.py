@@ -175,7 +175,7 @@ class Leader(Session):
             waiting = len(self._candidates) - len(groups)  # other tries of prompts: what follows may be fit
             has_more = self._candidates.read_on(ahead + waiting)
         self.has_scanned_logs = not (has_dropped or has_more)
-        self.dropped.log(now=len(groups) >= needed)
+        self.dropped.lines.log(now=len(groups) >= needed)
         if len(groups) < needed:
             return False
         running = self.progress.running_named

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import doors
 from ..errors import SettingError, TrajectoryError
 from ..extras import TO_COMPUTE
 from ..trajectory.interchange import write_trajectory
@@ -128,16 +129,11 @@ def _read(path: Path, form: str | None, advance: Advance) -> Iterator[_Line]:
 
 def _write(output: Path, trajectories: Iterable[Trajectory], advance: Advance) -> None:
     """Write `output` whole or not at all."""
-    partial = output.with_name(output.name + ".partial")
     try:
-        try:
-            with partial.open("wb") as target:
-                for trajectory in trajectories:
-                    write_trajectory(target, trajectory)
-                    advance(1)
-            partial.replace(output)
-        finally:
-            partial.unlink(missing_ok=True)
+        with doors.whole_file(output) as unfinished, unfinished.open("wb") as target:
+            for trajectory in trajectories:
+                write_trajectory(target, trajectory)
+                advance(1)
     except OSError as error:
         raise SettingError(f"--output {output}: cannot be written: {error.strerror}") from None
 

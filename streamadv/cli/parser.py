@@ -120,7 +120,7 @@ def count(text: str) -> int:
     """Type of an option: a whole number of at least 1."""
     if text.isdecimal() and int(text) >= 1:
         return int(text)
-    raise argparse.ArgumentTypeError(f"is {text!r}, needs a whole number of at least 1")
+    raise argparse.ArgumentTypeError(f"is {text!r}, needs a whole number, 1 or more")
 
 
 def count_or_none(text: str) -> int:

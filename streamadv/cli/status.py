@@ -19,7 +19,7 @@ from ..run.manifest import Manifest
 from ..status import Status, read_status
 from ..status.audit import Audit, audit
 from ..status.causes import ordinary_wait, reasons_of, unsaved
-from ..store.retry import RETRYABLE, Outage
+from ..store.retry import patiently
 from ..units import counted, seconds_text, size_text
 from . import FAILED, INTERRUPTED, add_one_shot_options, joined
 from .prompts import line_of
@@ -60,7 +60,6 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 def watch(run: Run, arguments: argparse.Namespace) -> int:
     """Show the status again and again until Ctrl-C: in place on a terminal, else one below the other."""
-    outage = Outage("status", run.name)
     with ExitStack() as stack:
         show: Callable[[str], object] = partial(print, flush=True)
         if sys.stdout.isatty() and not arguments.json:
@@ -74,13 +73,7 @@ def watch(run: Run, arguments: argparse.Namespace) -> int:
 
         try:
             while True:
-                try:
-                    text, _ = text_of(run, arguments)
-                except RETRYABLE as error:
-                    outage.pause_after(error)
-                    continue
-                outage.over()
-                show(text)
+                show(patiently(lambda: text_of(run, arguments), "status", run.name)[0])
                 time.sleep(WATCH_SECONDS)
         except KeyboardInterrupt:
             return INTERRUPTED

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from .. import doors
+
 #: Sizes that learn on every seed in well under a minute on two cores.
 GROUP_SIZE: Final = 16
 GROUPS_PER_ROUND: Final = 4  # 64 episodes in lock-step
@@ -44,9 +46,8 @@ class DemoSettings:
     @staticmethod
     def finish(directory: Path, version: int) -> None:
         """The trainer has ended with this version."""
-        unfinished = directory / f".{_LAST}"
-        unfinished.write_text(str(version))
-        unfinished.replace(directory / _LAST)
+        with doors.whole_file(directory / _LAST) as unfinished:
+            unfinished.write_text(str(version))
 
     @staticmethod
     def last(directory: Path) -> int | None:

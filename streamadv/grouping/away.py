@@ -2,7 +2,7 @@
 
 While a judge is away they wait, and their groups do not end at their deadlines. A trajectory that may end its process
 is counted at the server before each try; tries that end with an exception need no server, because the process that
-makes them survives and counts (`Call.tries`). What a scorer gives up is logged, one line for many.
+makes them survives and counts (`Call.tries`).
 """
 
 from __future__ import annotations
@@ -109,46 +109,3 @@ class Tries:
 
     def _field(self, item: WaitingMember) -> str:
         return f"{self._scorer} {item.trajectory.group_id} {item.trajectory.rollout_index}"
-
-
-#: Seconds between two lines for the same reason.
-GIVEN_UP_EVERY_S: Final = 10.0
-
-
-class GivenUp:
-    """Trajectories that became unscorable since the last lines of the log: how many and the first one, by reason."""
-
-    def __init__(self, run: str, scorer: str) -> None:
-        self._run = run
-        self._scorer = scorer
-        #: By reason: name, group and problem of the first trajectory, and how many there are.
-        self._noted: dict[str, tuple[tuple[str, str, str], int]] = {}
-        self._logged_at: dict[str, float] = {}
-
-    def note(self, name: str, group_id: str, reason: str, problem: str, count: int = 1) -> None:
-        """So many trajectories of a group, the first of which is `name`, are unscorable."""
-        fields = log_fields(
-            "trajectory_unscorable", run=self._run, role=self._scorer, group=group_id, reason=reason
-        )
-        logger.debug("scorer %s: trajectory %s is unscorable: %s", self._scorer, name, problem, extra=fields)
-        first, before = self._noted.get(reason, ((name, group_id, problem), 0))
-        self._noted[reason] = first, before + count
-
-    def log(self, now: bool = False) -> None:
-        """A line for each reason whose last one is GIVEN_UP_EVERY_S ago, or for all of them `now`."""
-        for reason, ((name, group_id, problem), count) in list(self._noted.items()):
-            if not now and clock.now() - self._logged_at.get(reason, -math.inf) < GIVEN_UP_EVERY_S:
-                continue
-            del self._noted[reason]
-            self._logged_at[reason] = clock.now()
-            fields = log_fields(
-                "trajectories_unscorable",
-                run=self._run,
-                role=self._scorer,
-                group=group_id,
-                reason=reason,
-                count=count,
-            )
-            which = f"trajectory {name} is" if count < 2 else f"{count} trajectories, {name} first, are"
-            text = "scorer %s: %s unscorable (%s): %s"
-            logger.warning(text, self._scorer, which, reason, problem, extra=fields)

@@ -16,7 +16,7 @@ from ..run import Run, Shard
 from ..run.consumer import GROUPER, Consumer, Entry
 from ..run.malformed import reject
 from ..run.packets import PACKET_FIELDS, StreamPacket, read_packet, rewards_of_whole
-from ..store.retry import RETRYABLE, Outage
+from ..store.retry import Outage
 from .housekeeping import Housekeeping, apply_scores, count_ended, record_grouped
 
 STAGE: Final = GROUPER
@@ -46,7 +46,7 @@ def run_grouper(
     housekeeping, is_behind = Housekeeping(run), False
     housekeeping_due = scores_due = clock.now()
     while not stop.is_set():
-        try:
+        with outage.attempt(consumer.start_over):
             # First of all: it says what is kept before any group ends.
             if clock.now() >= housekeeping_due:
                 is_behind = not housekeeping.round()
@@ -62,11 +62,6 @@ def run_grouper(
                 consumer.done(entries)
                 if len(entries) < TAKE_COUNT:
                     stop.wait(GATHER_S)
-        except RETRYABLE as error:
-            consumer.start_over()
-            outage.pause_after(error)
-        else:
-            outage.over()
     consumer.give_back()
 
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from .. import clock
-from ..errors import JudgeAwayError, SettingError
-from ..messages import brief, one_line
+from ..errors import JudgeAwayError
+from ..messages import check_number, one_line, whole_number
 from .remembered import Remembered, content_of
 from .scores import Score
 from .scoring_streams import UnscoredTrajectory
@@ -67,12 +67,9 @@ class Judge:
         key: Callable[..., str | None] | None = None,
         version: str = "",
     ) -> None:
-        if type(concurrency) is not int or concurrency < 1:
-            raise SettingError(f"concurrency is {brief(concurrency)}, needs a whole number, 1 or more")
-        if per_minute is not None and not (isinstance(per_minute, int | float) and per_minute > 0):
-            raise SettingError(f"per_minute is {brief(per_minute)}, needs a number above 0, or None")
-        if not (isinstance(answer_s, int | float) and answer_s > 0):
-            raise SettingError(f"answer_s is {brief(answer_s)}, needs seconds above 0")
+        concurrency = whole_number("concurrency", concurrency, 1)
+        check_number("per_minute", per_minute, or_none=True)
+        check_number("answer_s", answer_s, "seconds")
         self.__name__ = getattr(function, "__name__", "judge")  # by which a worker finds its scorer
         self._function, self._client, self._concurrency = function, client, concurrency
         self._answer_s = answer_s

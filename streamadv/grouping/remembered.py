@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import SettingError
-from ..messages import brief, log_fields
+from ..messages import brief, log_fields, whole_number
 from .scoring_streams import UnscoredTrajectory
 
 logger = logging.getLogger(__name__)
@@ -22,9 +22,7 @@ class Remembered:
     """The newest scores of this process; with a file, all of them, for all processes that open it."""
 
     def __init__(self, file: str | None, count: int) -> None:
-        if type(count) is not int or count < 0:
-            raise SettingError(f"remember is {brief(count)}, needs a whole number, 0 or more")
-        self._count, self._scores = count, OrderedDict[str, Any]()
+        self._count, self._scores = whole_number("remember", count), OrderedDict[str, Any]()
         self._lock = threading.Lock()  # calls of a scorer may run in different threads
         self._file: sqlite3.Connection | None = None
         if file is not None:

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import clock, metrics, tracing
 from ..errors import SettingError, WireError
-from ..messages import brief, log_fields
+from ..messages import SummedUp, brief, check_number, log_fields, whole_number
 from ..run import open_run
 from ..run.consumer import Consumer, Entry
 from ..run.hangs import Stopped
@@ -33,7 +33,7 @@ from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.members import references_of
 from ..trajectory.payload import payloads_of
-from .away import Away, GivenUp, Tries
+from .away import Away, Tries
 from .scores import AWAY, Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
 from .scoring_streams import (
     PAGE,
@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 LEASE_S: Final = 15.0
 TIMEOUT_S: Final = 120.0
 TRIES: Final = 3
+#: Seconds between two lines about unscorable trajectories of the same reason.
+GIVEN_UP_EVERY_S: Final = 10.0
 #: Before the next try at a trajectory alone: twice as long each time, half of it by chance.
 FIRST_DELAY_S: Final = 1.0
 
@@ -96,12 +98,9 @@ class Scorer:
         whole_groups: bool = False,
         settings: RunSettings | None = None,
     ) -> None:
-        for setting, value in (("batch_size", batch_size), ("tries", tries)):
-            if type(value) is not int or value < 1:
-                raise SettingError(f"{setting} is {brief(value)}, needs a whole number, 1 or more")
+        batch_size, tries = whole_number("batch_size", batch_size, 1), whole_number("tries", tries, 1)
         for setting, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s)):
-            if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX:
-                raise SettingError(f"{setting} is {brief(seconds)}, needs seconds above 0")
+            check_number(setting, seconds, "seconds", most=threading.TIMEOUT_MAX)
         if isinstance(columns, str):
             raise SettingError(f"columns is {brief(columns)}, needs a list of names: [{brief(columns)}]")
         run = run_name(run)
@@ -123,7 +122,7 @@ class Scorer:
         self._timeout_s = timeout_s
         self._max_tries = tries
         self._tries = Tries(self._run, name)
-        self._given_up = GivenUp(run, name)
+        self._given_up = SummedUp(logger, "trajectories_unscorable", GIVEN_UP_EVERY_S)
         self._away = Away(self._run, name)
         self._whole = WholeGroups(self._run, name) if whole_groups else None
 
@@ -275,7 +274,7 @@ class Scorer:
             sources = [payloads[position].header.data_source for position in positions]
         except WireError as error:
             name = f"{packet.group_id}/{packet.lines[positions[0]].rollout_index}" if positions else ""
-            self._given_up.note(name, packet.group_id, "undecodable", str(error), len(positions))
+            self._note_unscorable(name, packet.group_id, "undecodable", str(error), len(positions))
             for position in positions:
                 packet.verdicts[position] = None
         if packet.is_scored:
@@ -352,9 +351,24 @@ class Scorer:
         return Call(items, call.tries + 1, due=clock.now() + pause)
 
     def _give_up(self, item: WaitingMember, error: ScoreError) -> None:
-        self._given_up.note(item.trajectory.name, item.packet.group_id, error.kind, str(error))
+        self._note_unscorable(item.trajectory.name, item.packet.group_id, error.kind, str(error))
         item.packet.verdicts[item.position] = None
         item.packet.given_up.append(item)  # its tries still count if another member ends this process
+
+    def _note_unscorable(self, name: str, group_id: str, reason: str, problem: str, count: int = 1) -> None:
+        """So many trajectories of a group, the first of which is `name`, are unscorable."""
+
+        def text(count: int) -> str:
+            which = f"trajectory {name} is" if count < 2 else f"{count} trajectories, {name} first, are"
+            return f"scorer {self._name}: {which} unscorable ({reason}): {problem}"
+
+        fields: dict[str, Any] = {"run": self._run.name, "role": self._name, "group": group_id}
+        logger.debug(
+            "scorer %s: trajectory %s is unscorable: %s",
+            *(self._name, name, problem),
+            extra=log_fields("trajectory_unscorable", reason=reason, **fields),
+        )
+        self._given_up.note(reason, text, count, **fields)
 
     def _pass_on_scored(self, consumer: Consumer, items: Iterable[WaitingMember]) -> None:
         """Pass on those packets of `items` all of whose members have their verdicts."""

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..errors import SettingError
 from ..extras import require
-from ..messages import brief, log_fields
+from ..messages import log_fields, whole_number
 from ..trainer import TrainerQueue
 from ..trainer.microbatch import Batch, MicroBatch
-from . import refuse
 from .engines.completion import LENGTH, Completion
 
 require("streamadv.integrations.tinker", "tinker")
@@ -89,10 +88,8 @@ def train(
     Raises SettingError for settings that cannot hold, and what the queue and the client raise: the next start goes on
     from the last checkpoint.
     """
-    for name, value in (("save_every", save_every), ("publish_every", publish_every)):
-        refuse(
-            type(value) is not int or value < 1, f"{name} is {brief(value)}, needs a whole number, 1 or more"
-        )
+    save_every = whole_number("save_every", save_every, 1)
+    publish_every = whole_number("publish_every", publish_every, 1)
     saved = queue.resume(folder)
     if saved is not None:
         client.load_state_with_optimizer(_path_in(saved)).result()

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import SettingError
 from ..extras import require
-from ..messages import brief, log_fields, one_line
+from ..messages import brief, log_fields, one_line, whole_number
 from ..trajectory.schema import Trajectory
 from ..view.texts import open_tokenizer
 
@@ -145,9 +145,7 @@ def track(
     """
     if to not in BACKENDS:
         raise SettingError(f"to is {brief(to)}, needs one of {', '.join(BACKENDS)}")
-    for name, value, least in (("rollouts", rollouts, 0), ("every", every, 1)):
-        if type(value) is not int or value < least:
-            raise SettingError(f"{name} is {brief(value)}, needs a whole number from {least} on")
+    rollouts, every = whole_number("rollouts", rollouts), whole_number("every", every, 1)
     require(f"track(queue, {to!r})", to)
     path = None if tokenizer is None or callable(tokenizer) else str(tokenizer)
     decode = tokenizer if callable(tokenizer) else open_tokenizer(path, None).decode

@@ -16,8 +16,8 @@ from weakref import WeakSet
 from redis.exceptions import ResponseError
 
 from .. import doors, metrics, tracing
-from ..errors import GroupEndedError, SettingError
-from ..messages import brief, log_fields, one_line
+from ..errors import GroupEndedError
+from ..messages import check_number, log_fields, one_line, whole_number
 from ..prompts.spec import PREFIX
 from ..run.manifest import MAX_DEADLINE_S
 from ..store.reasons import Reason
@@ -45,7 +45,7 @@ from .requests import (
     refusal,
 )
 from .resend import ResendWindow
-from .tickets import GroupRequest, GroupSpec, PushResult, Ticket, check_group, check_seconds, new_group_id
+from .tickets import GroupRequest, GroupSpec, PushResult, Ticket, check_group, new_group_id
 
 MAX_AHEAD: Final = 63
 
@@ -55,9 +55,8 @@ class Ahead:
 
     def __init__(self, admission: Admission, request: GroupRequest, ahead: int) -> None:
         """Raises SettingError for what is no `ahead`."""
-        if not isinstance(ahead, int) or not 0 <= ahead <= MAX_AHEAD:
-            raise SettingError(f"ahead is {brief(ahead)}, needs 0..{MAX_AHEAD}")
-        self._admission, self._request, self._ahead = admission, request, ahead
+        self._admission, self._request = admission, request
+        self._ahead = whole_number("ahead", ahead, 0, MAX_AHEAD)
         self._call = BeginCall()
         self._tickets: deque[Ticket] = deque()
         admission.ahead.add(self)
@@ -351,7 +350,7 @@ class Admission:
     def touch(self, group_id: str, deadline_s: float | None) -> Steps[bool]:
         """Extend the group's deadline; False when the group has ended."""
         shard = self._membership.shard_of(group_id)
-        check_seconds("deadline_s", deadline_s, MAX_DEADLINE_S)
+        check_number("deadline_s", deadline_s, "seconds", most=MAX_DEADLINE_S, or_none=True)
         milliseconds = round((deadline_s or self._membership.manifest.group_deadline_s) * 1000)
         first = self._touch(group_id, milliseconds)
         result = yield from self._resend.send(shard, first, self._touch, group_id, milliseconds)

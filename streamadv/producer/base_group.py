@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 from .. import metrics
 from ..errors import SettingError, StreamadvError, TrajectoryError
-from ..messages import brief
+from ..messages import brief, whole_number
 from ..trajectory.members import Checked
 from ..trajectory.schema import Row, Step, Trajectory
 from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
@@ -154,9 +154,7 @@ class Slots:
         return result
 
     def _cancel_count(self, count: int) -> Steps[PushResult]:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise SettingError(f"cancel: count is {brief(count)}, needs a whole number of rollouts")
-        free = self.free
+        count, free = whole_number("cancel: count", count), self.free
         if count > len(free):
             raise TrajectoryError(
                 f"cancel: count is {count}, of group {self.ticket.group_id} {len(free)} rollouts are neither "
@@ -316,8 +314,7 @@ class BaseGroup(Generic[R]):
 
     def _to_play(self, retries: int) -> list[tuple[R, Outcome]]:
         """The rollouts that have not ended, with room for what becomes of each."""
-        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-            raise SettingError(f"retries is {brief(retries)}, needs a whole number of at least 0")
+        retries = whole_number("retries", retries)
         return [(rollout, Outcome(retries=retries)) for rollout in self if not rollout.ended]
 
     def _results(self, played: Sequence[tuple[R, Outcome]]) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from .. import clock, doors, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
-from ..messages import brief
+from ..messages import whole_number
 from ..store.retry import RETRYABLE
 from ..trajectory.schema import Trajectory
 from .base_group import BaseGroup, BaseRollout, MappingArg, RewardArg, RowsArg, StepsArg, VersionArg
@@ -152,8 +152,7 @@ class Group(BaseGroup[Rollout]):
         """
         if inspect.iscoroutinefunction(play):
             raise SettingError("play is a coroutine function: run it with `async with Producer(...)`")
-        if threads is not None and (not isinstance(threads, int) or threads < 1):
-            raise SettingError(f"threads is {brief(threads)}, needs a whole number of at least 1, or None")
+        threads = whole_number("threads", threads, 1, or_none=True)
         played = self._to_play(retries)
         waiting, stopped = deque(played), doors.Event()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import doors, metrics, tracing
 from ..errors import Busy, StreamadvError, TrajectoryError
+from ..messages import check_number
 from ..store.keys import ShardKeys
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
@@ -32,7 +33,7 @@ from .requests import (
 )
 from .resend import ResendWindow
 from .sender import together
-from .tickets import GroupSpec, PushResult, Ticket, check_score, check_seconds
+from .tickets import GroupSpec, PushResult, Ticket, check_score
 
 
 class Pushes:
@@ -113,7 +114,7 @@ class Pushes:
 
         Raises Busy after it, and what `push_trajectories` raises, once all others are pushed.
         """
-        check_seconds("timeout", timeout, zero=True)
+        check_number("timeout", timeout, "seconds", zero=True, or_none=True)
         wait = self._admission.admission_wait(timeout)
         outcomes: dict[int, PushResult | StreamadvError] = {}
         missing: Sequence[int] = range(len(groups))

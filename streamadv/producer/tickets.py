@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from numbers import Real
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
 
 from .. import doors
-from ..errors import SettingError, TrajectoryError
-from ..messages import brief, first_problem
+from ..errors import TrajectoryError
+from ..messages import brief, check_number, first_problem, whole_number
 from ..run.manifest import MAX_DEADLINE_S
 from ..run.packets import MAX_BYTES
 from ..trajectory.fields import MAX_SHORT_TEXT, GroupId, RoundName, ShortText, is_plain
@@ -187,11 +185,8 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
     Raises TrajectoryError for whatever a push to the group would raise it for, SettingError for a wrong deadline_s or
     timeout.
     """
-    for name, value, low in (("group_size", request.size, 1), ("redundancy", redundancy, 0)):
-        if not (isinstance(value, int) and low <= value <= MAX_GROUP_SIZE) or isinstance(value, bool):
-            raise TrajectoryError(
-                f"{name} is {brief(value)}, needs a whole number in {low}..{MAX_GROUP_SIZE}"
-            )
+    size = whole_number("group_size", request.size, 1, MAX_GROUP_SIZE, error=TrajectoryError)
+    redundancy = whole_number("redundancy", redundancy, 0, MAX_GROUP_SIZE, error=TrajectoryError)
     if request.role not in GROUP_ROLES:
         raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
     group_id = new_group_id() if request.group_id is None else request.group_id
@@ -203,19 +198,17 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         fields = {"group_id": group_id, "data_source": source, "metadata": metadata}
         fields |= {"role": request.role, "round": request.round}
         shared = parse_trajectory(
-            {**fields, "group_size": request.size, "rollout_index": 0, "status": "failed"}, "group"
+            {**fields, "group_size": size, "rollout_index": 0, "status": "failed"}, "group"
         )
         group_id, source, metadata = shared.group_id, shared.data_source, shared.metadata
     if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
         raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
-    check_seconds("deadline_s", request.deadline_s, MAX_DEADLINE_S)
-    check_seconds("timeout", request.timeout, zero=True)
-    slots, role = request.size + redundancy, str(request.role)
+    check_number("deadline_s", request.deadline_s, "seconds", most=MAX_DEADLINE_S, or_none=True)
+    check_number("timeout", request.timeout, "seconds", zero=True, or_none=True)
+    slots, role = size + redundancy, str(request.role)
     deadline_s = None if request.deadline_s is None else float(request.deadline_s)
     columns = request.columns.size if isinstance(request.columns, GroupColumns) else 0
-    return GroupSpec(
-        group_id, request.size, slots, source, deadline_s, role, request.round, columns, metadata
-    )
+    return GroupSpec(group_id, size, slots, source, deadline_s, role, request.round, columns, metadata)
 
 
 def is_plain_group(group_id: Any, data_source: Any) -> bool:
@@ -240,15 +233,3 @@ def check_score(
         },
         f"score of {brief(group_id)}/{brief(rollout_index)}",
     )
-
-
-def check_seconds(name: str, value: float | None, limit: float = math.inf, *, zero: bool = False) -> None:
-    """Raises SettingError unless `value` is None or seconds above 0 (`zero`: or 0), at most `limit`."""
-    if value is None:
-        return
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not (0 < value <= limit or (zero and value == 0)):
-        most = "" if limit == math.inf else f", at most {limit}"
-        raise SettingError(
-            f"{name} is {brief(value)}, needs seconds {'from' if zero else 'above'} 0 on{most}"
-        )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..errors import SettingError
-from ..messages import brief
+from ..messages import brief, whole_number
 from .figures import TriesSeen
 from .sources import Source, Stream, source_of
 from .spec import PromptSet, plain
@@ -116,11 +116,7 @@ def _period(name: str, select: Any, every: int | None, prompts: int) -> str:
         )
     if every is None:
         return f"begun {prompts}"
-    if not isinstance(every, int) or isinstance(every, bool) or not 0 < every < 10**9:
-        raise SettingError(
-            f"prompts {name}: select_every is {brief(every)}, needs a whole number from 1 on, or None"
-        )
-    return f"version {every}"
+    return f"version {whole_number(f'prompts {name}: select_every', every, 1, or_none=True)}"
 
 
 def _fingerprint(sources: Mapping[str, Source]) -> str:

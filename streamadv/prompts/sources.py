@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from ..errors import SettingError, StreamadvError
 from ..forks import renewed_at_fork
-from ..messages import brief
+from ..messages import brief, whole_number
 
 #: Prompts of a stream that are at hand still: what is played again mostly comes soon.
 KEPT: Final = 4096
@@ -36,13 +36,11 @@ class Stream:
             raise SettingError(
                 f"Stream: source is {brief(source)}, needs to iterate anew each time: an object with `__iter__`"
             )
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise SettingError(f"Stream: length is {brief(length)}, needs a whole number of at least 1")
-        self._source, self._length = source, length
+        self._source, self._length = source, whole_number("Stream: length", length, 1)
         self._lock = renewed_at_fork(threading.Lock())
         self._process = os.getpid()
         self._iterator: Iterator[Any] = iter(())
-        self._next = length  # number of the next one; the iteration has not begun
+        self._next = self._length  # number of the next one; the iteration has not begun
         self._kept: OrderedDict[int, Any] = OrderedDict()
 
     def __repr__(self) -> str:

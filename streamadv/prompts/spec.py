@@ -9,14 +9,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from numbers import Real
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from ..errors import SettingError
-from ..messages import brief
+from ..messages import brief, whole_number
 
 #: What the id of a prompt's group begins with.
 PREFIX: Final = "prompt:"
@@ -110,41 +110,33 @@ class PromptSet:
             raise ValueError(str(error)) from None
 
     def checked(self) -> PromptSet:
-        """Raises SettingError for a wrong value."""
+        """Itself, with integers of Python. Raises SettingError for a wrong value."""
         if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
             raise SettingError(
                 f"prompts: name is {brief(self.name)}: use letters, digits, '.', '_' and '-', at most 40"
             )
-        for name, least, most in (("epochs", 1, 10**6), ("retries", 0, 10**6), ("skip_solved", 0, 9)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise SettingError(
-                    f"prompts {self.name}: {name} is {brief(value)}, needs a whole number from {least} to {most}"
-                )
+        where = f"prompts {self.name}: "
+        epochs = whole_number(where + "epochs", self.epochs, 1, 10**6)
+        retries = whole_number(where + "retries", self.retries, 0, 10**6)
+        skip_solved = whole_number(where + "skip_solved", self.skip_solved, 0, 9)
+        shuffle = whole_number(where + "shuffle", self.shuffle, None, or_none=True)
         if not is_number(self.best_reward):
-            raise SettingError(
-                f"prompts {self.name}: best_reward is {brief(self.best_reward)}, needs a number"
-            )
+            raise SettingError(f"{where}best_reward is {brief(self.best_reward)}, needs a number")
         if not isinstance(self.select, str) or not SELECT.fullmatch(self.select):
-            raise SettingError(
-                f"prompts {self.name}: select is {brief(self.select)}, needs 'begun n' or 'version n'"
-            )
-        if self.shuffle is not None and (not isinstance(self.shuffle, int) or isinstance(self.shuffle, bool)):
-            raise SettingError(
-                f"prompts {self.name}: shuffle is {brief(self.shuffle)}, needs a seed (a whole number), or None"
-            )
+            raise SettingError(f"{where}select is {brief(self.select)}, needs 'begun n' or 'version n'")
         if not self.sources:
-            raise SettingError(
-                f"prompts {self.name}: there is no source: give a sequence, or a mapping of names"
-            )
+            raise SettingError(f"{where}there is no source: give a sequence, or a mapping of names")
         if len(self.sources) > MOST_SOURCES:
-            raise SettingError(
-                f"prompts {self.name}: there are {len(self.sources)} sources: give at most {MOST_SOURCES}"
-            )
+            raise SettingError(f"{where}there are {len(self.sources)} sources: give at most {MOST_SOURCES}")
         for source, length in self.sources.items():
-            self._check_source(source, length)
+            if not isinstance(source, str) or not SOURCE.fullmatch(source):
+                raise SettingError(
+                    f"{where}a source is named {brief(source)}: use letters, digits, '.', '_', '-' and '/', at most 80"
+                )
+            if not isinstance(length, int) or not 0 < length * epochs <= MOST:
+                raise SettingError(f"{where}source {source!r} has {length} prompts, needs 1 or more")
         self.check_weights(self.weights)
-        return self
+        return replace(self, epochs=epochs, shuffle=shuffle, retries=retries, skip_solved=skip_solved)
 
     def check_weights(self, weights: Mapping[str, float], least: float = MIN_WEIGHT) -> None:
         """Raises SettingError unless each source has a weight. least: of one; 0 = all but one may be 0."""
@@ -161,17 +153,6 @@ class PromptSet:
                 )
         if not any(weights.values()):
             raise SettingError(f"prompts {self.name}: all weights are 0: give one source a number above 0")
-
-    def _check_source(self, source: str, length: int) -> None:
-        if not isinstance(source, str) or not SOURCE.fullmatch(source):
-            raise SettingError(
-                f"prompts {self.name}: a source is named {brief(source)}: use letters, digits, '.', '_', '-' and '/', "
-                "at most 80"
-            )
-        if not isinstance(length, int) or not 0 < length * self.epochs <= MOST:
-            raise SettingError(
-                f"prompts {self.name}: source {source!r} has {length} prompts, needs 1 or more"
-            )
 
     @property
     def totals(self) -> list[int]:

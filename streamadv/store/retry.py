@@ -83,6 +83,18 @@ class Outage(Wait):
         """Count and report one of RETRYABLE, and sleep until the next attempt is due."""
         self._sleep(self.delay_after(error))
 
+    @contextmanager
+    def attempt(self, undo: Callable[[], object] | None = None) -> Iterator[None]:
+        """Ends the outage, or pauses after one of RETRYABLE, and swallows it: repeat the block. undo: called first."""
+        try:
+            yield
+        except RETRYABLE as error:
+            if undo is not None:
+                undo()
+            self.pause_after(error)
+        else:
+            self.over()
+
 
 def server_reason(error: Exception) -> Reason:
     """The reason for a wait that this error causes."""
@@ -198,10 +210,5 @@ def patiently(
     """Call until the server answers. Only for calls that may run twice. `who` of which run calls, for the log."""
     outage = Outage(who, run, sleep=sleep)
     while True:
-        try:
-            result = call()
-        except RETRYABLE as error:
-            outage.pause_after(error)
-        else:
-            outage.over()
-            return result
+        with outage.attempt():
+            return call()

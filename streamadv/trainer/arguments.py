@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -13,30 +12,21 @@ from ..messages import brief
 from ..prompts.spec import is_number
 
 MAX_URI_CHARS: Final = 2048
-MAY_BE_NONE: Final = frozenset(
-    ("min_groups", "tokens_per_micro_batch", "max_staleness", "drop_after", "max_filtered_batches")
-)
 
 
 def check_arguments(
+    rank: int,
+    world_size: int,
+    batch_groups: int,
+    min_groups: int | None,
     mark: object,
     commit: object,
     numbers: Mapping[str, object],
     flags: Mapping[str, object],
-    **counts: tuple[Any, int],
 ) -> None:
-    """Raise SettingError for an argument of a wrong type or out of range.
-
-    counts: whole numbers, with the least value of each; None where it has a meaning. numbers: not negative.
-    """
-    for name, (value, least) in counts.items():
-        if not is_whole(value, least) and not (value is None and name in MAY_BE_NONE):
-            unbounded = ", or None" if name in MAY_BE_NONE else ""
-            raise SettingError(f"{name} is {brief(value)}, needs a whole number, {least} or more{unbounded}")
-    rank, world_size = counts["rank"][0], counts["world_size"][0]
+    """Raise SettingError for an argument of a wrong type or out of range. numbers: not negative."""
     if rank >= world_size:
         raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
-    (min_groups, _), (batch_groups, _) = counts["min_groups"], counts["batch_groups"]
     if min_groups is not None and min_groups > batch_groups:
         raise SettingError(f"min_groups is {min_groups}, needs batch_groups ({batch_groups}) or less")
     if mark not in ("auto", "explicit"):
@@ -44,7 +34,7 @@ def check_arguments(
     if commit not in ("each_batch", "manual"):
         raise SettingError(f"commit is {brief(commit)}, needs 'each_batch' or 'manual'")
     for name, number in numbers.items():
-        if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < math.inf:
+        if not is_number(number) or number < 0:
             raise SettingError(f"{name} is {brief(number)}, needs a number, 0 or more")
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -55,15 +45,6 @@ def check_weights(uri: str | None) -> None:
     """Raise SettingError unless it is None or a URI that fits into one line."""
     if uri is not None and not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and uri.isprintable()):
         raise SettingError(f"weights is {brief(uri)}, needs a URI of at most {MAX_URI_CHARS} characters")
-
-
-def check_wait(timeout: object, max_groups: object) -> None:
-    """Raise SettingError for other arguments of `next_batch` than seconds and a number of groups, or None."""
-    is_time = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout >= 0
-    if timeout is not None and not is_time:
-        raise SettingError(f"timeout is {brief(timeout)}, needs seconds, 0 or more, or None")
-    if max_groups is not None and not is_whole(max_groups, 1):
-        raise SettingError(f"max_groups is {brief(max_groups)}, needs a whole number, 1 or more, or None")
 
 
 def check_quotas(quotas: object) -> dict[str, float]:
@@ -84,9 +65,8 @@ def check_folder(folder: object) -> None:
         raise SettingError(f"folder is {brief(folder)}, needs a path")
 
 
-def is_whole(number: object, least: int = 0) -> bool:
-    """Whether it is a whole number from `least` on."""
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def check_state(state: Mapping[str, Any], run: str) -> None:
@@ -96,12 +76,12 @@ def check_state(state: Mapping[str, Any], run: str) -> None:
     missing = {"run", "version", "groups"} - state.keys()
     if missing:
         raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
-    if not is_whole(state.get("format", STATE_FORMAT)) or state.get("format", 1) > STATE_FORMAT:
+    if not _is_whole(state.get("format", STATE_FORMAT)) or state.get("format", 1) > STATE_FORMAT:
         raise SettingError(
             f"state has format {brief(state['format'])}, this release reads up to {STATE_FORMAT}: use the release that "
             "has written it, or a later one"
         )
-    if not is_whole(state["version"]):
+    if not _is_whole(state["version"]):
         raise SettingError(
             f"version of the state is {brief(state['version'])}: give what state_dict() returned"
         )

@@ -38,15 +38,8 @@ _LEFT: Final = re.compile(r"\.([0-9]+)\.(unfinished|replaced|removed)(\.[0-9a-f]
 def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Write a queue's state, whole or not at all, into the folder of a checkpoint, which is made if need be."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    _write_state(checkpoint, state)
-
-
-def _write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    unfinished = checkpoint / f".{STATE_FILE}.{os.getpid()}"
-    unfinished.write_text(json.dumps(state))
-    _sync(unfinished)
-    unfinished.replace(checkpoint / STATE_FILE)
-    _sync(checkpoint)
+    with doors.whole_file(checkpoint / STATE_FILE) as unfinished:
+        unfinished.write_text(json.dumps(state))
 
 
 def read_state(checkpoint: Path, remedy: str = "in a folder that all ranks see") -> dict[str, Any]:
@@ -193,11 +186,14 @@ def _begin(folder: Path, run: str, version: int) -> None:
 def _finish(unfinished: Path, folder: Path, version: int, state: Mapping[str, Any]) -> None:
     """All that the ranks have saved is on the disk: from the rename on it is the checkpoint."""
     whole = folder / str(version)
-    _write_state(unfinished, state)
+    with doors.whole_file(
+        unfinished / STATE_FILE
+    ) as file:  # in no new folder: this one may be removed meanwhile
+        file.write_text(json.dumps(state))
     if whole.exists():
         whole.rename(_hidden(folder, version, "replaced"))
     unfinished.rename(whole)
-    _sync(folder)
+    doors.sync(folder)
 
 
 def _remove_old(folder: Path, version: int, keep: int) -> None:
@@ -230,20 +226,9 @@ def _sync_all(folder: Path) -> None:
     for path, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                _sync(Path(path) / name)
+                doors.sync(Path(path) / name)
         with suppress(FileNotFoundError):
-            _sync(Path(path))
-
-
-def _sync(path: Path) -> None:
-    """Have a file or a folder on the disk before anything that relies on it."""
-    if not (path.is_file() or path.is_dir()):
-        return
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+            doors.sync(Path(path))
 
 
 @contextmanager

@@ -308,17 +308,14 @@ class _Patience:
     def attempt(self) -> Iterator[None]:
         """After a block that the server, or rank 0, keeps from its end: pause, and say after a while why. Repeat it."""
         try:
-            yield
+            with self._outage.attempt():
+                yield
+                self._hold.over()
         except NotHeldError as error:
             if self.batch.expired:
                 raise NoBatchError(f"no batch within {self.timeout:g} s ({self._who}): {error}") from None
             self._hold.because(Reason("other_rank", str(error)))
             self._hold.pause()
-        except RETRYABLE as error:
-            self._outage.pause_after(error)
-        else:
-            self._outage.over()
-            self._hold.over()
 
 
 def wait_for_news(

@@ -23,7 +23,7 @@ from ..algorithms.device import Device, choose_device
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
 from ..batch.record import BatchRecord, NamingSettings, read_records
 from ..errors import SettingError
-from ..messages import brief, log_fields
+from ..messages import brief, check_number, log_fields, whole_number
 from ..run.manifest import RunSettings, given_settings
 from ..settings import run_name
 from ..status.watchdog import Limits
@@ -33,9 +33,7 @@ from .arguments import (
     check_folder,
     check_quotas,
     check_state,
-    check_wait,
     check_weights,
-    is_whole,
 )
 from .checkpoints import find_start, read_start, saving
 from .collect import STAGE
@@ -128,20 +126,20 @@ class TrainerQueue(IterableDataset[Batch]):
         settings: RunSettings | None = None,
         quotas: Mapping[str, float] | None = None,
     ) -> None:
+        rank, world_size = whole_number("rank", rank), whole_number("world_size", world_size, 1)
+        batch_groups = whole_number("batch_groups", batch_groups, 1)
+        min_groups = whole_number("min_groups", min_groups, 1, or_none=True)
+        tokens_per_micro_batch = whole_number(
+            "tokens_per_micro_batch", tokens_per_micro_batch, 1, or_none=True
+        )
+        max_staleness = whole_number("max_staleness", max_staleness, or_none=True)
+        drop_after = whole_number("drop_after", drop_after, or_none=True)
+        prefetch = whole_number("prefetch", prefetch)
+        max_filtered_batches = whole_number("max_filtered_batches", max_filtered_batches, 1, or_none=True)
         check_arguments(
-            mark,
-            commit,
+            *(rank, world_size, batch_groups, min_groups, mark, commit),
             numbers={"durability_window": durability_window, "min_kept_ratio": min_kept_ratio},
             flags={"keep_groups": keep_groups, "keep_rolled_back": keep_rolled_back},
-            rank=(rank, 0),
-            world_size=(world_size, 1),
-            batch_groups=(batch_groups, 1),
-            min_groups=(min_groups, 1),
-            tokens_per_micro_batch=(tokens_per_micro_batch, 1),
-            max_staleness=(max_staleness, 0),
-            drop_after=(drop_after, 0),
-            prefetch=(prefetch, 0),
-            max_filtered_batches=(max_filtered_batches, 1),
         )
         quotas = check_quotas(quotas)
         late = check_late(late)
@@ -255,7 +253,8 @@ class TrainerQueue(IterableDataset[Batch]):
         the same batch.
         """
         take_back: list[Callable[[], None]] = []
-        check_wait(timeout, max_groups)
+        check_number("timeout", timeout, "seconds", zero=True, or_none=True)
+        max_groups = whole_number("max_groups", max_groups, 1, or_none=True)
         self._loop.check_open()
         try:
             with metrics.wait(STAGE):
@@ -334,8 +333,7 @@ class TrainerQueue(IterableDataset[Batch]):
         without a process group for several ranks, CheckpointError if the disk or another rank fails, BatchLostError and
         EpochFencedError.
         """
-        if not is_whole(keep, 1):
-            raise SettingError(f"keep is {brief(keep)}, needs a whole number from 1 on")
+        keep = whole_number("keep", keep, 1)
         check_folder(folder)
         state = self.state_dict()
         self._sessions.warn_of_batch_in_hand()

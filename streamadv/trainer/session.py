@@ -154,7 +154,7 @@ class Sessions:
 
     def _log_drops(self) -> None:
         if self._session is not None:
-            self._session.dropped.log(now=True)
+            self._session.dropped.lines.log(now=True)
 
     def _begin(self) -> Leader | Follower:
         run = self.opened_run()

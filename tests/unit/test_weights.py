@@ -45,6 +45,16 @@ def test_the_newest_version_is_loaded_once(tmp_path: Path) -> None:
     assert target.weight[0, 0] == 2
 
 
+def test_weights_are_on_the_disk_before_they_get_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[list[str]] = []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append([path.name for path in tmp_path.iterdir()]))
+    weights.publish(tmp_path, 3, {"w": np.zeros(1)})
+    name = "weights-000003.safetensors"
+    assert synced == [[f".{name}.{os.getpid()}"], [name]]
+
+
 def test_numpy_users_need_no_torch(tmp_path: Path) -> None:
     arrays = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7)}
     uri = weights.publish(tmp_path, 3, arrays)

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Self
 
 from ...errors import SettingError
 from ...extras import require
-from ...messages import brief, one_line
+from ...messages import brief, one_line, whole_number
 from .answers import from_openai, from_sglang
 from .completion import Completion
 
@@ -61,12 +61,10 @@ class EngineClient:
     ) -> None:
         if kind not in _KINDS:
             raise SettingError(f"kind is {brief(kind)}, needs one of {', '.join(_KINDS)}")
-        if not isinstance(tries, int) or tries < 1:
-            raise SettingError(f"tries is {brief(tries)}, needs a whole number of at least 1")
         self.version: int | None = None
         """Version of the engine's weights: set it when they are loaded. A completion has the one it began with."""
         self._url, self._kind, self._model = url.rstrip("/").removesuffix("/v1"), kind, model
-        self._tries, self._sampling = tries, sampling
+        self._tries, self._sampling = whole_number("tries", tries, 1), sampling
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._http: aiohttp.ClientSession | None = None  # belongs to the event loop of the first request

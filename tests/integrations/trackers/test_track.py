@@ -198,7 +198,7 @@ def test_names_and_numbers_are_checked(redis_url: str, run: str) -> None:
     queue = TrainerQueue(redis_url, run)
     with pytest.raises(SettingError, match="to is 'tensorbord', needs one of wandb, tensorboard"):
         sa.track(queue, "tensorbord")
-    with pytest.raises(SettingError, match="rollouts is -1, needs a whole number from 0 on"):
+    with pytest.raises(SettingError, match="rollouts is -1, needs a whole number, 0 or more"):
         sa.track(queue, "tensorboard", rollouts=-1)
     assert os.environ["WANDB_MODE"] == "offline"
     queue.close()

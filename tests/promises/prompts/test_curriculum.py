@@ -213,7 +213,7 @@ def test_wrong_shares_are_refused(redis_url: str, run: str, answer: Any, problem
         ({"skip_solved": True}, "skip_solved is True"),
         ({"best_reward": float("nan")}, "best_reward is nan, needs a number"),
         ({"select": 1}, "select is 1, needs a function"),
-        ({"select": len, "select_every": 0}, "select_every is 0, needs a whole number from 1 on"),
+        ({"select": len, "select_every": 0}, "select_every is 0, needs a whole number, 1 or more"),
     ],
 )
 def test_wrong_settings_are_refused(options: Mapping[str, Any], problem: str) -> None:

@@ -80,6 +80,6 @@ def test_what_is_wrong_is_said_at_once(fake: Connection, monkeypatch: pytest.Mon
         sa.track(queue, "wandb")
     with pytest.raises(SettingError, match="to is 'wanbd', needs one of wandb, tensorboard, mlflow, trackio"):
         sa.track(queue, "wanbd")
-    with pytest.raises(SettingError, match="every is 0, needs a whole number from 1 on"):
+    with pytest.raises(SettingError, match="every is 0, needs a whole number, 1 or more"):
         sa.track(queue, "wandb", every=0)
     assert made == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from streamadv import Prompts
 from streamadv.errors import SettingError
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
@@ -53,6 +55,15 @@ def test_a_wrong_argument_is_named(fake: Connection, arguments: dict[str, Any], 
     with pytest.raises(SettingError, match=message) as raised:
         TrainerQueue(fake, "r", **arguments)
     assert "\n" not in str(raised.value)
+
+
+def test_integers_of_numpy_are_integers(fake: Connection) -> None:
+    queue = TrainerQueue(fake, "r", rank=np.int32(0), batch_groups=np.int64(4), epoch=np.int64(1))  # type: ignore[arg-type]
+    assert type(queue.rank) is int
+    with pytest.raises(SettingError, match="batch_groups is -4, needs a whole number, 1 or more"):
+        TrainerQueue(fake, "r", batch_groups=np.int64(-4))  # type: ignore[arg-type]
+    of_set = Prompts(["a"], epochs=np.int64(2), shuffle=np.int64(7)).set  # type: ignore[arg-type]
+    assert of_set.to_text() == Prompts(["a"], epochs=2, shuffle=7).set.to_text()
 
 
 @pytest.mark.parametrize(
