@@ -10,8 +10,8 @@ weigh them by tokens to join micro-batches. A mask may hold other numbers than 0
 Below A = advantages, r = exp(d), d = log_probs - old_log_probs held in -20 .. 20 (as verl; ROLL and TRL do not).
 Where a peer divides by a number of its own, docs/reference/losses.md says with which mode of `aggregate`.
 
-In reading order: `sums.py` (what losses share, and their sum), `tokens.py` (ratios of tokens), `rows.py` (ratios of
-rows), `terms.py` (critic, entropy, demonstrations), `distillation.py`.
+In reading order: `sums.py` (what losses share, and their sum), `policy.py` (ratios of tokens and of rows), `terms.py`
+(critic, entropy, demonstrations, distillation).
 """
 
 from __future__ import annotations

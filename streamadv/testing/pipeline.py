@@ -27,7 +27,7 @@ from ..run.manifest import KEPT_KINDS, RunSettings
 from ..store.retry import RETRYABLE
 from ..trainer import checkpoints, together
 from .answers import Answers
-from .archiver import Record, archiver, read_records
+from .archiver import STEP_S, Record, archiver, read_records
 from .constants import PARTS, POLLS, Change
 from .excuses import lost_for_good
 from .inspection import SHARD, problems
@@ -195,8 +195,8 @@ class Pipeline:
             until = max(world.time, self.all_back, purged, *alive) + QUIET_S
             if any(process.dead and process.name.startswith("worker") for process in world.processes):
                 until += worker.LEASE_S  # then others take over what it had in hand
-            if self.scene.archive:  # it finishes the last file
-                until += follow.FILE_S + 2 * follow.POLL_S
+            if self.scene.archive:  # it may be behind by all groups, a file for each
+                until += len(self.groups) * 4 * STEP_S + follow.FILE_S + 2 * follow.POLL_S
             self._calm()
             world.run(lambda: bool(self.violations) or world.time > until)
             self._raise()

@@ -58,7 +58,7 @@ def test_a_wrong_argument_is_named(fake: Connection, arguments: dict[str, Any], 
 
 
 def test_integers_of_numpy_are_integers(fake: Connection) -> None:
-    queue = TrainerQueue(fake, "r", rank=np.int32(0), batch_groups=np.int64(4), epoch=np.int64(1))  # type: ignore[arg-type]
+    queue = TrainerQueue(fake, "r", rank=np.int32(0), batch_groups=np.int64(4))  # type: ignore[arg-type]
     assert type(queue.rank) is int
     with pytest.raises(SettingError, match="batch_groups is -4, needs a whole number, 1 or more"):
         TrainerQueue(fake, "r", batch_groups=np.int64(-4))  # type: ignore[arg-type]
