@@ -209,12 +209,13 @@ class PromptedGroups:
 
     def _call(self) -> GroupCall:
         is_first, finished = True, self._logic.membership.finished
+        nonce = self._nonce  # a heartbeat may give it back before the call is repeated
 
         def make() -> ScriptCall:
             nonlocal is_first
             mode = "ask" if finished else "lease" if is_first else "repeat"
             is_first = False
-            return lease(self._home, self._prompts.set, mode, self._nonce, self._logic.membership.owner)
+            return lease(self._home, self._prompts.set, mode, nonce, self._logic.membership.owner)
 
         return GroupCall(make)
 
