@@ -317,6 +317,7 @@ class Leader(Session):
             results = batch.results or ()
             stored = (batch.commit_arguments, results, batch.figures)
             commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
+            self.progress.note_deleted(batch.record)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
             self._candidates.committed(batch.record.groups)
             del self.batches[k]

@@ -246,6 +246,14 @@ class Progress:
             groups[group_id] = now
             del self.uncommitted[group_id]
 
+    def note_deleted(self, record: BatchRecord) -> None:
+        """Servers have deleted the groups of a committed batch only now: from now on they may lose that."""
+        now = clock.now()
+        for known in (identity(pointer.group_id) for pointer in record.groups):
+            for groups in (self._committed, self._returning):
+                if groups.pop(known, None) is not None:
+                    groups[known] = now
+
     def follow(self, committed: int) -> None:
         """Do on a rank above 0 what rank 0 has committed: such a rank keeps only what is uncommitted."""
         self.commit(min(committed, self.version))
