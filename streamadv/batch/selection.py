@@ -99,9 +99,8 @@ def share_out(
     """
     least = min(quotas.values())
     sources = {group.data_source or "" for group in fit}
-    weights = {
-        source: Fraction(str(quotas.get(source, least))) for source in sources
-    }  # exact: 0.29 is 29 of 100
+    # As decimals: of 100 groups 0.29 are 29, which floats make 28.
+    weights = {source: Fraction(str(quotas.get(source, least))) for source in sources}
     total = sum(weights.values())
     left = {source: int(batch_groups * weight / total) for source, weight in weights.items()}
     chosen: set[int] = set()

@@ -57,9 +57,8 @@ class ProducerLogic:
         self.admission = Admission(self.membership, self._resend)
         self.pushes = Pushes(self.membership, self.admission, self._resend)
         self.prompted: list[PromptedGroups] = []  # iterators over prompts that may hold some
-        self.given: deque[Given] = deque(
-            maxlen=GIVEN_KEPT
-        )  # groups of prompts that nobody may have begun to play
+        # Groups of prompts that nobody may have begun to play.
+        self.given: deque[Given] = deque(maxlen=GIVEN_KEPT)
         self._due = -math.inf  # the next heartbeat
         self._has_failed = False  # the one before
         self._unheard: Reason | None = NO_ANSWER  # why no server has heard that it leaves

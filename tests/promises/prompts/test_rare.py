@@ -13,7 +13,6 @@ import pytest
 from redis.client import Pipeline
 
 import streamadv as sa
-import streamadv.producer.logic
 from streamadv import cli
 from streamadv.batch.prompts import RunPrompts
 from streamadv.batch.selection import share_out
