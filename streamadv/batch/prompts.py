@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from ..errors import SettingError
 from ..messages import log_fields
-from ..prompts.figures import End
 from ..prompts.spec import PromptSet, identity
 from ..prompts.steps import PAGE, Ends, end, give_back
 from ..prompts.stored import GONE, NOBODY, Stored, carry_out, read, read_sets
@@ -142,10 +141,10 @@ class RunPrompts:
             "run %s: a server has lost how groups of %d prompts have ended, %s among them: they count as %s"
         )
         logger.warning(text, self._run.name, len(items), stored.group_id(items[0]), outcome, extra=fields)
-        ends = [End(stored.group_id(item), outcome, "") for item in items]
-        for start in range(0, len(ends), PAGE):
+        for start in range(0, len(items), PAGE):
+            ends = "\n".join(f"{stored.group_id(item)} {outcome} " for item in items[start : start + PAGE])
             # Under a shard of its own: no cursor of a real one moves.
-            call = end(self._run.keys.home, stored.prompts, ends[start : start + PAGE], (-1, "", ""), True)
+            call = end(self._run.keys.home, stored.prompts, ends, (-1, "", ""), True)
             run_script(self._run.connection.scripts, call)
 
 

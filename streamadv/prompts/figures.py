@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-from .spec import PromptSet
+from .spec import GROUP_ID, PromptSet, Tried
 
 _NUMBER: Final = r"(-?[0-9][0-9.e+-]{0,29})"
 FIGURES: Final = re.compile(rf"([0-9]{{1,9}}),{_NUMBER},{_NUMBER},{_NUMBER},([0-9]{{1,15}})")
+#: A line of a shard's stream `prompt_ends`.
+END: Final = re.compile(rf"^{GROUP_ID.pattern} ([A-Za-z_][A-Za-z0-9_]*) (\S*)$", re.MULTILINE)
 FILTERS: Final = frozenset(("zero_variance", "difficulty"))
 
 
@@ -51,18 +53,16 @@ def parse_figures(text: str) -> Figures | None:
         return None
 
 
-class End(NamedTuple):
-    """How a group has ended."""
-
-    group_id: str
-    outcome: str
-    figures: str
+#: A try of a prompt, how its group has ended, and its figures.
+End: TypeAlias = tuple[Tried, str, str]
 
 
-def end_of(text: bytes) -> End:
-    """From an entry of a shard's stream `prompt_ends`. Of what no process of the run has written all is empty."""
-    parts = text.decode(errors="replace").split(" ")
-    return End(*parts) if len(parts) == len(End._fields) and parts[1].isidentifier() else End("", "", "")
+def ends_of(prompts: PromptSet, text: str) -> Iterator[End]:
+    """How tries of these prompts have ended, from lines of `prompt_ends`; what no process of the run has written is
+    left out."""
+    for *group, outcome, figures in END.findall(text):
+        if (tried := prompts.tried(*group)) is not None:
+            yield tried, outcome, figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +87,37 @@ class TriesSeen:
     """Of all tries, where they are known."""
 
 
-def by_source(prompts: PromptSet, ends: Iterable[End]) -> dict[str, TriesSeen]:
-    """Of each source of a set what its tries among these have shown."""
+def by_source(prompts: PromptSet, ends: str) -> dict[str, TriesSeen]:
+    """Of each source of a set what its tries among these have shown. ends: lines of `prompt_ends`."""
     found: dict[str, list[End]] = {source: [] for source in prompts.sources}
-    for end in ends:
-        if (tried := prompts.parse(end.group_id)) is not None:
-            found[tried.source].append(end)
+    for end in ends_of(prompts, ends):
+        found[end[0].source].append(end)
     return {source: seen(prompts, of) for source, of in found.items()}
 
 
-def by_prompt(prompts: PromptSet, ends: Iterable[End]) -> dict[tuple[str, int], TriesSeen]:
+def by_prompt(prompts: PromptSet, ends: str) -> dict[tuple[str, int], TriesSeen]:
     """(source, index) of each prompt with a try among these -> what its tries have shown, over all epochs."""
     found: dict[tuple[str, int], list[End]] = {}
-    for end in ends:
-        if (tried := prompts.parse(end.group_id)) is not None:
-            found.setdefault((tried.source, tried.prompt), []).append(end)
+    for end in ends_of(prompts, ends):
+        found.setdefault((end[0].source, end[0].prompt), []).append(end)
     return {place: seen(prompts, of) for place, of in sorted(found.items())}
 
 
 def seen(prompts: PromptSet, ends: Iterable[End]) -> TriesSeen:
     """What these tries have shown together. ends: in their order; the last one of a group counts."""
-    tried = list({end.group_id: end for end in ends if end.outcome not in ("requeued", "repeated")}.values())
-    rewarded = [(end, found) for end in tried if (found := parse_figures(end.figures)) is not None]
+    tried = {
+        tried: (outcome, figures)
+        for tried, outcome, figures in ends
+        if outcome not in ("requeued", "repeated")
+    }
+    rewarded = [
+        (outcome, found)
+        for outcome, figures in tried.values()
+        if (found := parse_figures(figures)) is not None
+    ]
     known = [found for _, found in rewarded]
-    trained = sum(end.outcome == "trained" for end in tried)
-    filtered = sum(end.outcome in FILTERS for end in tried)
+    trained = sum(outcome == "trained" for outcome, _ in tried.values())
+    filtered = sum(outcome in FILTERS for outcome, _ in tried.values())
     count = len(known)
     return TriesSeen(
         len(tried),
@@ -120,8 +126,8 @@ def seen(prompts: PromptSet, ends: Iterable[End]) -> TriesSeen:
         len(tried) - trained - filtered,
         count,
         sum(
-            each.least >= prompts.best_reward and (end.outcome == "trained" or end.outcome in FILTERS)
-            for end, each in rewarded
+            each.least >= prompts.best_reward and (outcome == "trained" or outcome in FILTERS)
+            for outcome, each in rewarded
         ),
         sum(each.mean for each in known) / count if count else None,
         sum(each.deviation for each in known) / count if count else None,

@@ -196,9 +196,10 @@ class PromptSet:
     def parse(self, group_id: str) -> Tried | None:
         """The try that a group is of; None if it is of none of these prompts."""
         match = GROUP_ID.fullmatch(group_id)
-        if match is None:
-            return None
-        name, source, *numbers = match.groups()
+        return match and self.tried(*match.groups())
+
+    def tried(self, name: str, source: str, *numbers: str) -> Tried | None:
+        """As `parse`. numbers: epoch, index and try, as in the group's id."""
         source_number = self._numbers.get(source)
         if name != self.name or source_number is None:
             return None

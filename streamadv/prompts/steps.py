@@ -13,7 +13,7 @@ from ..errors import SettingError
 from ..store.keys import RunKeys, ShardKeys
 from ..store.replies import as_text
 from ..store.scripts import ScriptCall, script_call
-from .figures import End, end_of, parse_figures
+from .figures import ends_of, parse_figures
 from .spec import PromptSet, Tried
 
 T = TypeVar("T")
@@ -82,18 +82,15 @@ def select(keys: ShardKeys, prompts: PromptSet, period: int, weights: Mapping[st
     return script_call("select_prompts", keys, args, **_keys(prompts.name, "state"))
 
 
-def read_ends(keys: RunKeys) -> ScriptSteps[list[End]]:
-    """How the last groups of prompts in all shards have ended."""
-    ends: list[End] = []
+def read_ends(keys: RunKeys) -> ScriptSteps[str]:
+    """How the last groups of prompts in all shards have ended: lines for `figures.ends_of`."""
+    pages = []
     for shard in keys.shards:
-        last = START
-        while True:
-            found = yield script_call("read_prompt_ends", shard, [last, READ])
-            ends += map(end_of, found[1:])
-            if len(found) <= READ:
-                break
-            last = as_text(found[0])
-    return ends
+        last, is_more = START.encode(), 1
+        while is_more:
+            last, page, is_more = yield script_call("read_prompt_ends", shard, [last, READ])
+            pages.append(page)
+    return b"\n".join(pages).decode(errors="replace")
 
 
 def give_back(keys: ShardKeys, name: str, leases: Sequence[Lease], nonce: str = "") -> ScriptCall:
@@ -117,41 +114,35 @@ class Ends:
     def __init__(self) -> None:
         self._cursors: dict[tuple[str, int], str] = {}
 
-    def carry(self, keys: RunKeys, prompts: PromptSet, *, again: bool = False) -> ScriptSteps[int]:
-        """Carry what there is. Returns how many. again: also what was carried, which a server may have lost since."""
-        carried = 0
+    def carry(self, keys: RunKeys, prompts: PromptSet, *, again: bool = False) -> ScriptSteps[None]:
+        """Carry what there is. again: also what was carried, which a server may have lost since."""
         for shard in range(len(keys.salts)):
             place = (prompts.name, shard)
             known = START if again else self._cursors.get(place, START)
             if not again:  # others carry too: what they have carried need not be read here
-                known = as_text((yield end(keys.home, prompts, [], (shard, known, known), False)))
-            while True:
-                found = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
-                if not found:
+                known = as_text((yield end(keys.home, prompts, "", (shard, known, known), False)))
+            is_more = True
+            while is_more:
+                last, text, is_more = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
+                if (last := as_text(last)) == known:
                     break
-                ends = list(map(end_of, found[1:]))
-                last = as_text(found[0])
-                now = yield end(keys.home, prompts, ends, (shard, known, last), again)
-                known = as_text(now)
-                carried += len(ends)
+                ends = text.decode(errors="replace")
+                known = as_text((yield end(keys.home, prompts, ends, (shard, known, last), again)))
+                is_more = is_more or known != last
             self._cursors[place] = known
-        return carried
 
 
 def end(
     keys: ShardKeys,
     prompts: PromptSet,
-    ends: Sequence[End],
+    ends: str,
     read: tuple[int, str, str],
     again: bool,
 ) -> ScriptCall:
-    """Ends of groups. read: shard, last entry known before, last one of these."""
+    """Ends of groups, as lines of `prompt_ends`. read: shard, last entry known before, last one of these."""
     args: list[Any] = [prompts.retries, *read, "repeat" if again else "check", prompts.skip_solved]
     alike: object = None  # what the ends in the last argument share
-    for group_id, outcome, figures in ends:
-        tried = prompts.parse(group_id)
-        if tried is None:
-            continue
+    for tried, outcome, figures in ends_of(prompts, ends):
         shared = (tried.source_number, tried.epoch, tried.number, outcome)
         if shared != alike:
             alike = shared

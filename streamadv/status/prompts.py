@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..prompts.figures import End, TriesSeen, by_prompt, end_of
-from ..prompts.spec import PREFIX
+from ..prompts.figures import END, TriesSeen, by_prompt
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
 from ..run.ledger import by_reason
@@ -77,13 +76,13 @@ def read_progress(run: Run, now_ms: int) -> list[SourceProgress]:
     ]
 
 
-def read_ends(run: Run) -> list[End]:
+def read_ends(run: Run) -> str:
     """How the last groups of prompts have ended, up to 4,096 of each shard: for `by_source` and `by_prompt`."""
-    ends = []
+    lines = []
     for keys in run.keys.shards:
         found: Any = run.connection.scripts.xrevrange(keys.prompt_ends)
-        ends += [end_of(fields.get(b"end", b"")) for _, fields in reversed(found)]
-    return ends
+        lines += [fields.get(b"end", b"") for _, fields in reversed(found)]
+    return b"\n".join(lines).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,8 @@ def _read_pace(run: Run, now_ms: int) -> dict[str, float]:
     for keys in run.keys.shards:
         ends: Any = run.connection.scripts.xrevrange(keys.prompt_ends, count=RECENT)
         for _, fields in ends:
-            name = end_of(fields.get(b"end", b"")).group_id.removeprefix(PREFIX).partition(":")[0]
+            found = END.fullmatch(fields.get(b"end", b"").decode(errors="replace"))
+            name = found[1] if found else ""
             count[name] += 1
             pace[name] = pace.get(name, 0.0) + 1000 / max(1, now_ms - int(ends[-1][0].partition(b"-")[0]))
     return {name: pace[name] for name in count if count[name] >= LEAST}

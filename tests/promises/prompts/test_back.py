@@ -18,12 +18,12 @@ from streamadv.prompts.steps import Ends
 from streamadv.prompts.stored import (
     Stored,
     carry_ends,
-    carry_out,
     give_back_of_lost,
     read_sets,
 )
 from streamadv.run import Run
 from streamadv.run.heartbeats import Attendance
+from streamadv.store.scripts import run_script
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import delivered_batch, group_all, heartbeat, join, next_batch, problems
 
@@ -303,7 +303,10 @@ def test_what_somebody_has_carried_is_not_read_by_others(redis_url: str, run: st
         train(queue, joined, 2)
         queue.commit(queue.state_dict())
         assert trained_of(stored(joined)) == 4
-        assert carry_out(joined, Ends().carry(joined.keys, read_sets(joined)[0])) == 0
+        steps = Ends().carry(joined.keys, read_sets(joined)[0])
+        known = run_script(joined.connection.scripts, next(steps))
+        read = steps.send(known)
+        assert run_script(joined.connection.scripts, read) == [known, b"", 0]
 
 
 @pytest.mark.parametrize(

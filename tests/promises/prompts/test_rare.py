@@ -18,11 +18,13 @@ from streamadv.batch.prompts import RunPrompts
 from streamadv.batch.selection import share_out
 from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.prompts.figures import TriesSeen, by_source
+from streamadv.prompts.steps import Lease, lease, skip
 from streamadv.prompts.stored import carry_ends, check_requeue, give_back_of_lost, read_sets
 from streamadv.run import Run
 from streamadv.run.dead_letters import requeue
 from streamadv.run.run import Shard
 from streamadv.status.prompts import read_ends, read_lines, read_progress
+from streamadv.store.scripts import run_script
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import group_all, join, make_overdue, producing
 
@@ -95,6 +97,32 @@ def test_ends_of_many_groups_that_expire_at_once_are_carried(redis_url: str, run
             housekeeping.round()
         carry_ends(joined)
         assert stored(joined).counters == {"again:expired 1 0": count}
+
+
+def test_solved_prompts_that_are_set_back_are_played(redis_url: str, run: str) -> None:
+    given = sa.Prompts(["one", "two"], epochs=2, shuffle=None, skip_solved=1)
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = join(redis_url, run), producer.prompts(given, SIZE)
+        with queue_of(redis_url, run) as queue:
+            older = copy_of(queue)
+            play(groups, 2, reward=1.0)
+            train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+        home = joined.keys.home
+        _, entry, item = leased = run_script(
+            joined.connection.scripts, lease(home, given.set, "lease", "nonce", "producer 1")
+        )
+        assert leased == [b"leased", entry, b"1 2"]
+        with queue_of(redis_url, run) as queue:
+            queue.load_state_dict(older)
+            queue.open()  # the prompts are set back
+            call = skip(home, given.set, [Lease(item.decode(), entry.decode())])
+            assert run_script(joined.connection.scripts, call) == [0]
+            assert len(play(groups, 2, reward=1.0)) == 2  # the checkpoint has not trained on them
+            train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+        assert stored(joined).counters == {"trained 1 0": 2}
+        assert item.decode() in stored(joined).entries
 
 
 # The end, and what holds all others up
