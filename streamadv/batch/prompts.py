@@ -15,8 +15,8 @@ from typing import Any, Final
 from ..errors import SettingError
 from ..messages import log_fields
 from ..prompts.spec import PromptSet, identity
-from ..prompts.steps import PAGE, Ends, end, give_back
-from ..prompts.stored import GONE, NOBODY, Stored, carry_out, read, read_sets
+from ..prompts.steps import end, give_back
+from ..prompts.stored import GONE, NOBODY, PAGE, Stored, carry_ends, read
 from ..run import Run
 from ..run.heartbeats import Attendance
 from ..store.scripts import run_script
@@ -36,17 +36,13 @@ class RunPrompts:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._ends = Ends()
         self._seen: list[Stored] = []
         self._ended = 0  # groups, since ends were carried
 
     def carry(self, *, again: bool = False) -> list[PromptSet]:
-        """Carry the ends of groups to their prompts. again: see `Ends.carry`."""
+        """Carry the ends of groups to their prompts. again: see `carry_ends`."""
         self._ended = 0
-        sets = read_sets(self._run)
-        for prompts in sets:
-            carry_out(self._run, self._ends.carry(self._run.keys, prompts, again=again))
-        return sets
+        return carry_ends(self._run, again=again)
 
     def note_ended(self, groups: int) -> None:
         """This process has ended so many: carry their ends before a shard forgets the first ones."""
@@ -135,7 +131,7 @@ class RunPrompts:
         """End prompts of which the server has lost that their groups have ended, and how."""
         if not items:
             return
-        carry_out(self._run, self._ends.carry(self._run.keys, stored.prompts))
+        self.carry()
         fields = log_fields("prompts_lost", run=self._run.name, role="trainer", count=len(items))
         text = (
             "run %s: a server has lost how groups of %d prompts have ended, %s among them: they count as %s"

@@ -71,6 +71,7 @@ class Housekeeping:
                 if clock.now() >= until:
                     break
             done = done and not more_due and not more_kept and not swept
+        carry_ends(run)
         return done
 
     def _expire(self, shard: Shard, until: float) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from .. import clock, doors, metrics
+from .. import doors, metrics
 from ..errors import GroupEndedError, RunEndedError
 from ..prompts.figures import by_source
 from ..prompts.prompts import Prompts
-from ..prompts.steps import Ends, Lease, describe, give_back, lease, note_ended, read_ends, select, skip
+from ..prompts.steps import Lease, describe, give_back, lease, note_ended, read_ends, select, skip
 from ..store.reasons import Reason
 from ..store.replies import as_count, as_text
 from ..store.scripts import ScriptCall
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 G = TypeVar("G", bound="BaseGroup[Any]")
 
-#: Seconds between two looks at how groups have ended, while there are prompts to play.
-CARRY_S: Final = 1.0
 #: Of a lease: so many that its entry is longer than 64 bytes, and servers keep the entries in a table, not in a list.
 NONCE_BYTES: Final = 28
 
@@ -57,9 +54,7 @@ class PromptedGroups:
         self._logic = logic
         self._prompts = prompts
         self._request = request
-        self._ends = Ends()
         self._spec: GroupSpec | None = None  # what all groups share
-        self._carry_due = -math.inf
         self._nonce = ""  # of leases that were asked for, while there is no answer
         self._leases: tuple[Lease, ...] = ()  # not begun yet; another thread may give them back
         self._admitting: Lease | None = None  # the one that is being begun
@@ -180,7 +175,6 @@ class PromptedGroups:
         """The next leased prompt, which stays the first of `_leases`, waiting for one; None when none will come."""
         membership = self._logic.membership
         while True:
-            yield from self._carry()
             if leases := self._leases:
                 self._wait.over()
                 return leases[0]
@@ -230,11 +224,6 @@ class PromptedGroups:
         ends = yield from read_ends(self._logic.membership.manifest.keys)
         weights = self._prompts._weights_for(by_source(self._prompts.set, ends))
         yield select(self._home, self._prompts.set, period, weights)
-
-    def _carry(self) -> Steps[None]:
-        if clock.now() >= self._carry_due:
-            self._carry_due = clock.now() + CARRY_S
-            yield from self._ends.carry(self._logic.membership.manifest.keys, self._prompts.set)
 
     def _pause(self, left: int) -> Steps[None]:
         """Wait for what was begun to end: it is played again, or the trainer commits it."""

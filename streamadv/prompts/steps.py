@@ -1,6 +1,6 @@
-"""Lease a prompt, give it back, and carry the ends of groups to the home shard: generators without I/O.
+"""Lease a prompt, give it back, tell how its group has ended: calls of scripts, and generators that yield them.
 
-They yield script calls and receive replies, as the steps of producers do. `stored.py` carries them out for others.
+Producers carry these out among their own steps, and `stored.py` does it for all others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 from .. import doors
 from ..errors import SettingError
 from ..store.keys import RunKeys, ShardKeys
-from ..store.replies import as_text
 from ..store.scripts import ScriptCall, script_call
 from .figures import ends_of, parse_figures
 from .spec import PromptSet, Tried
@@ -19,8 +18,6 @@ from .spec import PromptSet, Tried
 T = TypeVar("T")
 ScriptSteps = Generator[ScriptCall, Any, T]
 
-#: Ends of groups carried in one call.
-PAGE: Final = 256
 #: Ends read in one call for `select`.
 READ: Final = 2048
 #: Prompts leased in one call. A producer that holds some back holds up nobody: there is much more for the others.
@@ -106,30 +103,6 @@ def note_ended(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCal
 def _leave(keys: ShardKeys, name: str, what: str, leases: Sequence[Lease], nonce: str = "") -> ScriptCall:
     args = [what, nonce, *(part for lease in leases for part in lease)]
     return script_call("leave_prompts", keys, args, **_keys(name, "entries", "again"))
-
-
-class Ends:
-    """Carries the ends of groups to their prompts in the home shard, from where others have stopped."""
-
-    def __init__(self) -> None:
-        self._cursors: dict[tuple[str, int], str] = {}
-
-    def carry(self, keys: RunKeys, prompts: PromptSet, *, again: bool = False) -> ScriptSteps[None]:
-        """Carry what there is. again: also what was carried, which a server may have lost since."""
-        for shard in range(len(keys.salts)):
-            place = (prompts.name, shard)
-            known = START if again else self._cursors.get(place, START)
-            if not again:  # others carry too: what they have carried need not be read here
-                known = as_text((yield end(keys.home, prompts, "", (shard, known, known), False)))
-            is_more = True
-            while is_more:
-                last, text, is_more = yield script_call("read_prompt_ends", keys.shard(shard), [known, PAGE])
-                if (last := as_text(last)) == known:
-                    break
-                ends = text.decode(errors="replace")
-                known = as_text((yield end(keys.home, prompts, ends, (shard, known, last), again)))
-                is_more = is_more or known != last
-            self._cursors[place] = known
 
 
 def end(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..errors import StreamadvError
-from ..run import Run
-from ..store.replies import as_count, as_int
+from ..run import Run, Shard
+from ..store.replies import as_count, as_int, as_text
 from ..store.scripts import run_script
 from .spec import PREFIX, PromptSet
-from .steps import Ends, Lease, ScriptSteps, T, give_back
+from .steps import START, Lease, end, give_back
 
 ENDED: Final = "ended"
 ITEM: Final = re.compile(r"([1-9][0-9]{0,5}) ([0-9]{1,15})")
@@ -22,6 +22,8 @@ ENTRY: Final = re.compile(r"([0-9]{1,15}) ([0-9]{1,15}) (\S+)(?: (.*) ([0-9]{1,1
 NOBODY: Final = "-"
 #: The nonce of an entry whose group has ended, nobody knows how.
 GONE: Final = "ended"
+#: Ends of groups carried in one call.
+PAGE: Final = 256
 #: Leases given back in one call.
 SLICE: Final = 256
 
@@ -69,18 +71,6 @@ class Stored:
     def group_id(self, item: str) -> str:
         """Of the try that counts."""
         return self.prompts.group_id(item, int(self.entries[item].partition(" ")[0]))
-
-
-def carry_out(run: Run, steps: ScriptSteps[T]) -> T:
-    """Run steps to their end."""
-    reply: Any = None
-    while True:
-        try:
-            call = steps.send(reply)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        reply = run_script(run.connection.scripts, call)
 
 
 def read_sets(run: Run) -> list[PromptSet]:
@@ -178,21 +168,42 @@ def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:
     return given
 
 
-def carry_ends(run: Run) -> None:
-    """Carry the ends of groups to their prompts now."""
-    for prompts in read_sets(run):
-        carry_out(run, Ends().carry(run.keys, prompts))
+def carry_ends(run: Run, *, again: bool = False) -> list[PromptSet]:
+    """Carry the ends of groups to their prompts in the home shard. Returns the sets.
+
+    again: also what was carried, which a server may have lost since.
+    """
+    sets = read_sets(run)
+    for prompts in sets:
+        for shard in run.shards:
+            _carry(run, prompts, shard, again)
+    return sets
+
+
+def _carry(run: Run, prompts: PromptSet, shard: Shard, again: bool) -> None:
+    def note(ends: bytes, known: str, last: str) -> str:
+        """Returns the last end known: another one than `last` if somebody else was at it."""
+        call = end(run.keys.home, prompts, ends.decode(errors="replace"), (shard.index, known, last), again)
+        return as_text(run_script(run.connection.scripts, call))
+
+    known = START if again else note(b"", START, START)
+    is_more = True
+    while is_more:
+        last, ends, is_more = shard.call("read_prompt_ends", [known, PAGE])
+        if (last := as_text(last)) == known:
+            break
+        known = note(ends, known, last)
+        is_more = is_more or known != last
 
 
 def check_requeue(run: Run, group_id: str) -> None:
     """Raises StreamadvError if the prompt of a dead group has ended otherwise, or is played again by now."""
     if not group_id.startswith(PREFIX):
         return
-    for prompts in read_sets(run):
+    for prompts in carry_ends(run):
         tried = prompts.parse(group_id)
         if tried is None:
             continue
-        carry_out(run, Ends().carry(run.keys, prompts))
         stored, home = read(run, prompts), run.keys.home
         entry = stored.entries.get(tried.item, "")
         given_up: Any = run.connection.scripts.zscore(

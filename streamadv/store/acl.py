@@ -62,8 +62,7 @@ PRODUCER: Final = Role(
         "prompt_state": "hget hincrby hmget hset hsetnx",
         "prompt_entries": "hdel hget hgetall hlen hmget hset",
         "prompt_again": "zadd zrange zrem",
-        "prompt_given_up": "zadd zcard zrange zrem",
-        "prompt_solved": "getrange setrange",
+        "prompt_solved": "getrange",
     },
 )
 

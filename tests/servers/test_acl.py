@@ -20,7 +20,7 @@ import redis.exceptions
 from streamadv import cli
 from streamadv.errors import NoBatchError, NotPermittedError
 from streamadv.gateway.turns import Store
-from streamadv.producer import Producer, prompted
+from streamadv.producer import Producer
 from streamadv.prompts import Prompts
 from streamadv.prompts.stored import carry_ends
 from streamadv.run import consumer as streams
@@ -167,7 +167,6 @@ def keyed(used: set[tuple[str, str]]) -> set[tuple[str, str]]:
 def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(
     empty: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompted, "CARRY_S", 0.0)
     used: set[tuple[str, str]] = set()
     settings = {"scorers": ("judge",), "redundancy": 1}
     with empty.watch(used), producing(empty.url("producer"), RUN, settings) as producer:
@@ -226,7 +225,12 @@ def test_a_producer_can_do_its_job_and_needs_all_it_is_allowed(
             assert next(groups, None) is None  # it is left out of the second epoch
         run.connection.close()
     used.add(("hgetall", "prompt_entries"))  # after a lost reply
-    used |= {("zrange", "prompt_given_up"), ("zrem", "prompt_given_up")}  # above a thousand of them
+    empty.admin.flushall()
+    given = Prompts({"a": ["one"], "b": ["two"]}, epochs=2, select=lambda seen: dict.fromkeys(seen, 1.0))
+    with empty.watch(used), producing(empty.url("producer"), RUN) as producer:
+        groups = producer.prompts(given, 1)
+        for _ in range(3):  # weights are selected for the third; all go back when the producer leaves
+            next(groups)
     assert sorted(keyed(used) ^ rules(acl.PRODUCER)) == []
 
 

@@ -14,16 +14,13 @@ import streamadv as sa
 from streamadv import cli
 from streamadv.errors import NoBatchError
 from streamadv.prompts.spec import identity
-from streamadv.prompts.steps import Ends
 from streamadv.prompts.stored import (
     Stored,
     carry_ends,
     give_back_of_lost,
-    read_sets,
 )
-from streamadv.run import Run
+from streamadv.run import Run, Shard
 from streamadv.run.heartbeats import Attendance
-from streamadv.store.scripts import run_script
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import delivered_batch, group_all, heartbeat, join, next_batch, problems
 
@@ -137,7 +134,6 @@ def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.Cap
             pass  # its rollouts fail
         group_all(join(redis_url, run))
         heartbeat(producer)
-        producer._drive(_carried(producer))
         assert cli.main(["prompts", "list", *options]) == 0
         text = "prompts train: epoch 1 of 2, trained 0 of 14, in play 2, left 12, played again 1 times"
         assert capsys.readouterr().out.strip() == text
@@ -179,12 +175,6 @@ def test_a_trainer_that_waits_for_the_last_prompts_to_end_says_so(redis_url: str
         with pytest.raises(NoBatchError, match=r"2 prompts are in play, none .*\[prompts_begun\]"):
             queue.next_batch(timeout=0)
         groups.close()
-
-
-def _carried(producer: sa.Producer) -> Any:
-    from streamadv.prompts.steps import Ends
-
-    return Ends().carry(producer._logic.membership.manifest.keys, prompts().set)
 
 
 @pytest.mark.parametrize("is_committed_for_long", [False, True])
@@ -296,17 +286,20 @@ def test_a_run_that_has_lost_its_prompts_gets_them_from_the_checkpoint(redis_url
         assert stored(joined).is_over
 
 
-def test_what_somebody_has_carried_is_not_read_by_others(redis_url: str, run: str) -> None:
+def test_what_somebody_has_carried_is_not_read_by_others(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sa.Producer(redis_url, run) as producer, queue_of(redis_url, run) as queue:
         play(producer.prompts(prompts(epochs=1), SIZE), 4)
         joined = join(redis_url, run)
         train(queue, joined, 2)
         queue.commit(queue.state_dict())
         assert trained_of(stored(joined)) == 4
-        steps = Ends().carry(joined.keys, read_sets(joined)[0])
-        known = run_script(joined.connection.scripts, next(steps))
-        read = steps.send(known)
-        assert run_script(joined.connection.scripts, read) == [known, b"", 0]
+        read = []
+        call = Shard.call
+        monkeypatch.setattr(Shard, "call", lambda *args: read.append(call(*args)) or read[-1])
+        carry_ends(joined)
+        assert [ends for _, ends, _ in read] == [b""]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import redis
 
 import streamadv as sa
 from streamadv.errors import SettingError
-from streamadv.producer import prompted
 from streamadv.prompts.steps import lease
 from streamadv.prompts.stored import Stored, read, read_sets
 from streamadv.run import Run
@@ -112,7 +111,6 @@ def test_each_prompt_is_trained_once_by_tasks(redis_url: str, run: str) -> None:
 async def test_a_lease_whose_answer_nobody_awaits_is_given_back(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompted, "CARRY_S", 3600.0)  # so that the request that is held is the lease
     with redis.Redis.from_url(redis_url) as client:
         async with sa.Producer(redis_url, run) as producer:
             first = producer.prompts(sa.Prompts(["one", "two"], shuffle=None), SIZE)
