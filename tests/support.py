@@ -214,14 +214,19 @@ def ids(entries: Sequence[Entry]) -> list[str]:
     return [entry.id for entry in entries]
 
 
-def group_all(run: Run, consumer: Consumer | None = None, count: int = 128) -> list[str]:
+def group_all(
+    run: Run,
+    consumer: Consumer | None = None,
+    count: int = 128,
+    keeper: housekeeping.Housekeeping | None = None,
+) -> list[str]:
     """Do what groupers do until nothing is left to do; outcomes of the groups that ended by their members."""
     consumer = consumer or consumer_of(run)
     outcomes = []
     for entries in batches_read(consumer, count):
         outcomes += grouper.take(run, entries)
         consumer.done(entries)
-    housekeeping.Housekeeping(run).round()
+    (keeper or housekeeping.Housekeeping(run)).round()
     return outcomes
 
 

@@ -73,10 +73,11 @@ class PromptedGroups:
         """
         self._go_on()
         while True:
-            leased = yield from self._find()
-            if leased is None:
+            leases = self._leases or (yield from self._find())
+            if not leases:
                 self.rest()
                 return None
+            leased = leases[0]
             source, position = map(int, leased.item.split())
             place = name, epoch, index = self._prompts.set.locate(source, position)
             if self._spec is None:
@@ -171,13 +172,10 @@ class PromptedGroups:
     def _home(self) -> Any:
         return self._logic.membership.manifest.keys.home
 
-    def _find(self) -> Steps[Lease | None]:
-        """The next leased prompt, which stays the first of `_leases`, waiting for one; None when none will come."""
+    def _find(self) -> Steps[tuple[Lease, ...]]:
+        """Lease prompts, waiting for some; () when none will come."""
         membership = self._logic.membership
-        while True:
-            if leases := self._leases:
-                self._wait.over()
-                return leases[0]
+        while not (leases := self._leases):
             self._nonce = doors.random_bytes(NONCE_BYTES).hex()
             reply = yield self._call()
             self._nonce = ""
@@ -197,9 +195,11 @@ class PromptedGroups:
                 self._wait.over()
                 if not membership.finished:
                     yield from self._logic.say_finished()
-                return None
+                return ()
             else:
                 yield from self._pause(as_count(reply[1]) if state == b"wait" else 0)
+        self._wait.over()
+        return leases
 
     def _call(self) -> GroupCall:
         is_first, finished = True, self._logic.membership.finished

@@ -5,8 +5,8 @@ reading order:
 
 - `spec.py`: what all producers agree on, the ids of the groups, and the order in an epoch. `sources.py`, `prompts.py`:
   the data set that a user gives. `figures.py`: what the last groups have shown.
-- `steps.py`: lease a prompt, give it back, tell how its group has ended: calls of scripts, for producers and the pipeline.
-- `stored.py`: what a run has of its prompts, as rank 0, groupers and observers read and change it. They carry ends home.
+- `steps.py`: lease a prompt, give it back, tell how its group has ended: calls of scripts.
+- `stored.py`: what a run has of its prompts, as rank 0, groupers and observers read and change it; ends, carried home.
 
 The invariant: a prompt that was begun (its position is below `next`) has either ended or an entry. An entry names the
 one try that counts; a group of another try changes nothing. A prompt's group that ends says so in the same step, in its

@@ -21,10 +21,12 @@ import numpy as np
 
 import streamadv as sa
 from streamadv.advantage.worker import run_worker
+from streamadv.grouping.housekeeping import Housekeeping
+from streamadv.run.consumer import Consumer
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.queue import TrainerQueue
-from tests.support import group_all, join
+from tests.support import consumer_of, group_all, join
 
 GROUPS: Final = 256
 SIZE: Final = 2
@@ -72,6 +74,7 @@ def play(url: str, rounds: int, count: int, skip_solved: int) -> None:
         run, stop = join(url, "cost"), threading.Event()
         worker = threading.Thread(target=run_worker, args=(join(url, "cost"), stop), kwargs={"device": "cpu"})
         worker.start()
+        grouper = consumer_of(run), Housekeeping(run)
         clocks = {"groups": Clock(run.connection), "prompts": Clock(run.connection)}
         kinds = {
             "groups": producer.groups(SIZE, metadata={"prompt": 123_456, "epoch": 0}),
@@ -82,7 +85,7 @@ def play(url: str, rounds: int, count: int, skip_solved: int) -> None:
             for number in range(rounds):
                 order = list(kinds) if number % 2 else list(reversed(kinds))
                 for kind in order:
-                    one_round(clocks[kind], kinds[kind], run, queue)
+                    one_round(clocks[kind], kinds[kind], run, grouper, queue)
         show(clocks)
         stop.set()
         worker.join()
@@ -95,7 +98,9 @@ def pairs(producer: sa.Producer, prompts: sa.Prompts) -> Iterator[Any]:
         yield group
 
 
-def one_round(clock: Clock, groups: Iterator[Any], run: Any, queue: TrainerQueue) -> None:
+def one_round(
+    clock: Clock, groups: Iterator[Any], run: Any, grouper: tuple[Consumer, Housekeeping], queue: TrainerQueue
+) -> None:
     record = {"input_ids": np.arange(16, dtype=np.int32), "response_mask": np.ones(16, np.uint8)}
     record["rollout_log_probs"] = np.zeros(16, np.float32)
     clock.start()
@@ -106,7 +111,7 @@ def one_round(clock: Clock, groups: Iterator[Any], run: Any, queue: TrainerQueue
             for rollout in group:
                 rollout.push(**record, reward=float(rollout.rollout_index))
     clock.note("push")
-    group_all(run)
+    group_all(run, grouper[0], keeper=grouper[1])
     clock.note("group")
     batch = queue.next_batch(timeout=30)
     assert batch is not None
