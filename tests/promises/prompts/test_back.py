@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -201,6 +201,30 @@ def test_another_try_of_a_trained_prompt_is_dropped(
         assert joined.counters()["dropped:repeated"] == SIZE
         assert stored(joined).counters == {"trained 1 0": 1}
         assert not problems(joined)
+
+
+def test_what_was_trained_is_remembered_from_its_deletion_on(
+    redis_url: str, run: str, forward: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard deletes long after the run's session says that a batch is committed, and may lose that."""
+    call = Shard.call
+
+    def slow(shard: Shard, script: str, *args: Any, **keys: Any) -> Any:
+        if script == "commit":
+            forward(60.0)
+        return call(shard, script, *args, **keys)
+
+    with sa.Producer(redis_url, run) as producer:
+        trained = play(producer.prompts(prompts(epochs=1), SIZE), 2)
+        with queue_of(redis_url, run, durability_window=30.0) as queue:
+            train(queue, join(redis_url, run), 1)
+            monkeypatch.setattr(Shard, "call", slow)
+            queue.commit(queue.state_dict())
+            for is_remembered in (True, False):
+                with pytest.raises(NoBatchError):
+                    queue.next_batch(timeout=0)  # servers say what they may still lose
+                assert sorted(queue.state_dict()["groups"]) == trained * is_remembered
+                forward(60.0)
 
 
 def test_a_prompt_whose_group_a_server_has_lost_ends_with_its_commit(redis_url: str, run: str) -> None:

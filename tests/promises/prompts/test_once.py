@@ -18,7 +18,7 @@ from streamadv.errors import SettingError
 from streamadv.prompts.steps import lease
 from streamadv.prompts.stored import Stored, read, read_sets
 from streamadv.run import Run
-from streamadv.store.scripts import run_script
+from streamadv.store.scripts import ScriptCall, run_script
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import has_been_asked, holding, join, problems, working
@@ -124,6 +124,30 @@ async def test_a_lease_whose_answer_nobody_awaits_is_given_back(
             second = producer.prompts(sa.Prompts(["one", "two"], shuffle=None), SIZE)
             async with asyncio.timeout(10.0):
                 assert (await anext(second))[0] == "two"
+
+
+def test_a_lease_that_is_repeated_after_it_was_given_back_is_known_by_its_nonce(
+    redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody can read whose it is: the run would not end."""
+    with sa.Producer(redis_url, run) as producer:
+        carry_out = producer._carry_out
+
+        def cut_off(request: Any) -> Any:
+            if isinstance(request, ScriptCall) and request.script.name == "lease_prompt" and not cut:
+                cut.append(request)
+                for groups in producer._logic.prompted:
+                    producer._drive(groups.give_back())  # as another thread's heartbeat may
+                raise redis.exceptions.ConnectionError("cut off")
+            return carry_out(request)
+
+        cut: list[ScriptCall] = []
+        groups = producer.prompts(prompts(), SIZE)
+        next(groups)
+        monkeypatch.setattr(producer, "_carry_out", cut_off)
+        next(groups)
+        assert len(cut) == 1
+        assert len(stored(join(redis_url, run)).entries) == 2
 
 
 def test_a_prompt_that_fails_is_played_again_and_then_given_up(redis_url: str, run: str) -> None:
