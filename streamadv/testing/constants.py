@@ -8,7 +8,7 @@ from ..advantage import worker
 from ..archive import follow
 from ..batch import commit, exclusion, record, recovery
 from ..grouping import grouper, housekeeping
-from ..prompts import steps
+from ..prompts import steps, stored
 from ..run import consumer
 from ..status import watchdog
 from ..trainer import loop, session
@@ -42,5 +42,5 @@ PARTS: Final = (
     (record, "APPLY_SLICE", 1),
     (record, "ITEM_TRAJECTORIES", 2),
     (follow, "PAGE", 1),
-    (steps, "PAGE", 2),
+    (stored, "PAGE", 2),
 )
