@@ -48,9 +48,8 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import NoScriptError
 
-from .clients import Client
 from .connection import AsyncConnection, Connection
-from .exchange import UNREGISTERED_MS, Payloads, as_buffer
+from .exchange import UNREGISTERED_MS, Client, Payloads, as_buffer
 from .keys import EntryKeys, ShardKeys
 from .retry import RETRYABLE, not_now
 
