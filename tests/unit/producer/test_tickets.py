@@ -37,6 +37,8 @@ def test_a_ticket_that_no_group_has_is_refused(wrong: dict[str, float]) -> None:
     assert Ticket.from_json(text).slots == 3
     with pytest.raises(TrajectoryError, match=f"ticket: .*{field} is"):
         Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
+    with pytest.raises(TrajectoryError, match=f"ticket: .*{field} is"):
+        Ticket(**{**json.loads(text), **wrong}).checked()
 
 
 @pytest.mark.parametrize("wrong", [{"group_id": "a b"}, {"group_id": ""}, {"data_source": "x" * 201}])
@@ -45,6 +47,8 @@ def test_a_ticket_of_a_group_that_nobody_can_begin_is_refused(wrong: dict[str, s
     text = Ticket("g", 1, 2, 3, 0, 7).to_json()
     with pytest.raises(TrajectoryError, match=f"ticket: {next(iter(wrong))}"):
         Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
+    with pytest.raises(TrajectoryError, match=f"ticket: {next(iter(wrong))}"):
+        Ticket(**{**json.loads(text), **wrong}).checked()
 
 
 @pytest.mark.parametrize("deadline_s", [None, 600, np.float32(7.5), Fraction(1, 2)])
