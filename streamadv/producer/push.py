@@ -14,7 +14,7 @@ from ..messages import check_number
 from ..store.keys import ShardKeys
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
-from ..trajectory.members import Checked
+from ..trajectory.members import STATUSES, Checked
 from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
@@ -82,7 +82,7 @@ class Pushes:
         waiting = [
             trajectory
             for trajectory in trajectories
-            if trajectory.reward is None and trajectory.kind == "usable" and not trajectory.reward_later
+            if not (trajectory.scored or trajectory.reward_later) and trajectory.status in STATUSES
         ]
         if waiting and not self._membership.manifest.scorers:  # some may have been named since
             yield from self._membership.agree()
@@ -190,7 +190,7 @@ class Pushes:
                 codes += [reply[1].decode() if has_ended else "pushed"] * part
         finally:  # sent again are these slots: others may be free by then
             for packets in slices(ended_packets(sorted(cancelled), "cancelled", spec.role), load_of):
-                kept = tuple([packet.frozen() for packet in packets])
+                kept = tuple([(*packet[:5], ()) for packet in packets])
                 self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
         return PushResult(codes, cancelled)
 
@@ -235,13 +235,15 @@ class Pushes:
         with tracing.pushing(membership.run, spec.group_id, rollouts):
             if membership.finished and membership.plays is None:
                 yield from membership.reopen()
-            shard = membership.shard_of(spec.group_id)
-            keys = membership.manifest.keys.shards[shard]
+            all_keys = membership.manifest.keys
+            shard = all_keys.shard_of(spec.group_id)
+            keys = all_keys.shards[shard]
             for part in slices(packets, load_of):
                 server_id = self._resend.servers.get(shard)
                 codes |= yield from self._send(keys, spec, part, epoch, budget, waits=budget is None)
                 size = sum([packet.size + len(packet.table) for packet in part])
-                kept = tuple([packet.frozen() for packet in part])
+                # Nothing but plain tuples, so that the garbage collector leaves them alone.
+                kept = tuple([(*packet[:5], tuple(packet.fields.items())) for packet in part])
                 self._resend.remember(shard, server_id, size, self._again, spec[:-1], kept, epoch)
         members = sorted([pair for packet in packets for pair in zip(*packet[:2], strict=True)])
         return PushResult(
@@ -252,7 +254,7 @@ class Pushes:
     def _send_again(
         self, spec: tuple[Any, ...], packets: Sequence[tuple[Any, ...]], epoch: int
     ) -> Steps[PushResult]:
-        group, thawed = GroupSpec(*spec), [Packet.thaw(packet) for packet in packets]
+        group, thawed = GroupSpec(*spec), [Packet._make((*kept[:-1], dict(kept[-1]), ())) for kept in packets]
         codes = yield from self._send(self._membership.keys_of(group.group_id), group, thawed, epoch, None)
         return PushResult(list(codes.values()))
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter, itemgetter
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from pydantic_core import from_json, to_json
@@ -15,8 +15,8 @@ from pydantic_core import from_json, to_json
 from ..errors import TrajectoryError
 from ..messages import brief
 from .columns import HEADER, Array
-from .member_table import decode_table, encode_table
-from .members import STEP, Checked, CheckedRow, members_of, offsets, spans
+from .member_table import decode_table, encode_table, members_of
+from .members import STATUSES, STEP, Checked, CheckedRow, offsets, spans
 from .packet import MAX_PACKET_MEMBERS, REWARD
 from .schema import Column, Role
 
@@ -42,15 +42,6 @@ class Packet(NamedTuple):
     size: int  # bytes of the values of the payload; 0 without one
     fields: dict[Any, Any]  # of the payload: name -> array, tuple of arrays (end to end) or bytes
     parts: Sequence[Any] = ()  # what it was made of, for `merge_packets`; () for one that stays as it is
-
-    def frozen(self) -> tuple[Any, ...]:
-        """For `thaw`: nothing but plain tuples, so that the garbage collector leaves it alone while it is kept."""
-        return (*self[:5], tuple(self.fields.items()))
-
-    @classmethod
-    def thaw(cls, frozen: tuple[Any, ...]) -> Self:
-        """The packet of which `frozen` made this."""
-        return cls._make((*frozen[:-1], dict(frozen[-1]), ()))
 
 
 class Part(NamedTuple):
@@ -125,24 +116,24 @@ def _make_packets(parts: Iterable[Part]) -> list[Packet]:
         together.setdefault(part.kind, []).append(part)
     packets = []
     for same in together.values():
-        ranges = split_packets([part.size + part.steps_size for part in same])
-        packets += [_packet(same[start:stop]) for start, stop in ranges]
+        for start, stop in split_packets([part.size + part.steps_size for part in same]):
+            own = same[start:stop]
+            indices, positions, lines, _, sizes, columns, heads, headers, checked, _ = zip(*own, strict=True)
+            table, size, fields, names = b"", 0, dict[Any, Any](), tuple(columns[0])
+            if names:
+                header = heads[0]
+                if any(headers):
+                    header = b"%b%b%b]}" % (
+                        header[:-1],
+                        _MEMBERS,
+                        b",".join([one or b"{}" for one in headers]),
+                    )
+                fields = {name: field_of([arrays[name] for arrays in columns]) for name in names}
+                fields[HEADER] = header
+                size = sum(sizes) - sum(map(len, headers)) + len(header)
+                table = encode_table(members_of(checked, sizes), names)
+            packets.append(Packet(positions, indices, "".join(lines), table, size, fields, own))
     return packets
-
-
-def _packet(parts: Sequence[Part]) -> Packet:
-    indices, positions, lines, _, sizes, columns, heads, headers, fields_of, _ = zip(*parts, strict=True)
-    text, names = "".join(lines), tuple(columns[0])
-    if not names:
-        return Packet(positions, indices, text, b"", 0, {}, parts)
-    fields: dict[Any, Any] = {name: field_of([own[name] for own in columns]) for name in names}
-    header = heads[0]
-    if any(headers):
-        header = b"%b%b%b]}" % (header[:-1], _MEMBERS, b",".join([own or b"{}" for own in headers]))
-    fields[HEADER] = header
-    size = sum(sizes) - sum(map(len, headers)) + len(header)
-    table = encode_table(members_of(fields_of, sizes), names)
-    return Packet(positions, indices, text, table, size, fields, parts)
 
 
 def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
@@ -172,9 +163,11 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
 def _part(position: int, trajectory: Checked, source: str | None, limit: int, filter_by: str) -> Part:
     """source: of the packet."""
     index, rows, steps = trajectory.rollout_index, trajectory.rows, trajectory.steps
-    reward, role, kind = trajectory.reward, trajectory.role, trajectory.kind
-    if kind != "usable":
-        return Part(index, position, member_line(index, kind, reward, role))
+    reward, role = trajectory.reward, trajectory.role
+    has_failed = trajectory.status not in STATUSES
+    if has_failed or (reward is None and trajectory.scored):
+        why = str(trajectory.status) if has_failed else "unscorable"
+        return Part(index, position, member_line(index, why, reward, role))
     columns, header = _columns(rows), _header(trajectory, source)
     head = _header_head(trajectory.group_size, source)
     size = sum(map(NBYTES, columns.values())) + len(header)
@@ -187,7 +180,7 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
             f"trajectory {trajectory.group_id}/{index} has {size + steps_size} bytes, "
             f"max_trajectory_bytes is {limit}: drop {what} or raise it for the run"
         )
-    header_size = len(head) + len(_MEMBERS) + len(header) + 1  # as `_packet` joins it
+    header_size = len(head) + len(_MEMBERS) + len(header) + 1  # as `_make_packets` joins it
     if header_size > MAX_HEADER_BYTES:
         raise TrajectoryError(
             f"metadata: header of {trajectory.group_id}/{index} has {header_size} bytes, "
@@ -195,16 +188,13 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
         )
     value = reward
     if filter_by != REWARD and role != Role.EVAL:
-        try:
-            value = filter_value(filter_by, reward, trajectory.rewards, trajectory.metadata)
-        except ValueError as error:
-            raise TrajectoryError(f"trajectory {trajectory.group_id}/{index} {error}") from error
+        value = filter_value(filter_by, trajectory)
     extras = rows[0].extras
     kinds = extras and frozenset([(name, *_kind_of_extra(extra)) for name, extra in extras.items()])
     return Part(
         index,
         position,
-        member_line(index, kind, value, role),
+        member_line(index, "usable", value, role),
         (tuple(columns), kinds or None, reward is None, head),
         size,
         columns,
@@ -295,18 +285,19 @@ def parts_of(column: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     return column if isinstance(column, tuple) else (column,)
 
 
-def filter_value(
-    name: str, reward: float | None, rewards: Mapping[str, float], metadata: Mapping[str, Any]
-) -> float | None:
-    """The number by which a run with `filter_by` = `name` judges a member; None while it has no reward.
+def filter_value(name: str, trajectory: Checked) -> float | None:
+    """The number by which a run with `filter_by` = `name` judges a trajectory; None while it has no reward.
 
-    Raises ValueError if the member has no such reward, and no number of this name in its metadata.
+    Raises TrajectoryError if it has no such reward, and no number of this name in its metadata.
     """
-    if name == REWARD or reward is None:
-        return reward
-    value = rewards.get(name, metadata.get(name))
+    if trajectory.reward is None:
+        return None
+    value = trajectory.rewards.get(name, trajectory.metadata.get(name))
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"has no reward and no number {brief(name)}, by which the run filters (filter_by)")
+        raise TrajectoryError(
+            f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has no reward and no number {brief(name)}, "
+            "by which the run filters (filter_by)"
+        )
     return float(value)
 
 

@@ -58,7 +58,7 @@ def test_a_cancel_that_is_sent_twice_takes_one_place(fake: Connection) -> None:
         steps = producer._logic.pushes.cancel(GroupSpec.of(group.tickets[0]), 2, [0, 1, 3])
         call = cast(GroupCall, next(steps)).make()
         assert isinstance(call, ScriptCall)
-        replies = [fake.scripts.eval(*call.by_text) for _ in range(3)]
+        replies = [fake.scripts.eval(call.script.text, *call.arguments) for _ in range(3)]
         assert replies == [[b"ok", b"3", b"1"]] * 3
     assert ledger(join(fake, "r"))["pushed"] == 2
 
