@@ -16,9 +16,9 @@ from ..errors import TrajectoryError
 from ..messages import brief
 from .columns import HEADER, Array
 from .member_table import decode_table, encode_table, members_of
-from .members import STATUSES, STEP, Checked, CheckedRow, offsets, spans
+from .members import STATUSES, STEP, Checked, offsets, spans
 from .packet import MAX_PACKET_MEMBERS, REWARD
-from .schema import Column, Role
+from .schema import Role
 
 #: Size limit of a packet, as MAX_PACKET_MEMBERS; a single larger trajectory is a packet of its own.
 MAX_PACKET_BYTES: Final = 256 << 10
@@ -60,11 +60,11 @@ class Part(NamedTuple):
 
 
 def encode_packets(trajectories: Sequence[Checked], limit: int, filter_by: str = REWARD) -> list[Packet]:
-    """Packets of the trajectories of one group, to be sent in this order.
+    """Packets of the trajectories of one group, to be sent in this order; their extra columns are as the run has them.
 
     If a rollout_index stands in two trajectories, the second one is in a later packet. Raises TrajectoryError for more
-    than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, for rows that differ in their columns, and
-    for a trajectory without the number `filter_by`.
+    than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, and for a trajectory without the number
+    `filter_by`.
     """
     source = trajectories[0].data_source
     parts = [
@@ -123,11 +123,8 @@ def _make_packets(parts: Iterable[Part]) -> list[Packet]:
             if names:
                 header = heads[0]
                 if any(headers):
-                    header = b"%b%b%b]}" % (
-                        header[:-1],
-                        _MEMBERS,
-                        b",".join([one or b"{}" for one in headers]),
-                    )
+                    texts = b",".join([text or b"{}" for text in headers])
+                    header = b"%b%b%b]}" % (header[:-1], _MEMBERS, texts)
                 fields = {name: field_of([arrays[name] for arrays in columns]) for name in names}
                 fields[HEADER] = header
                 size = sum(sizes) - sum(map(len, headers)) + len(header)
@@ -151,7 +148,8 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     header = to_json(parts)
     columns: dict[Any, Array] = {}
     for name in names:
-        column = np.concatenate(parts_of(packet.fields[name]))
+        values = packet.fields[name]
+        column = np.concatenate(values) if isinstance(values, tuple) else values
         counts = members.entries.get(name, members.rows["tokens"])
         first = offsets(counts)[members.first_row]
         columns[name] = column[spans(first, np.asarray(chosen, np.int64))]
@@ -168,7 +166,16 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
     if has_failed or (reward is None and trajectory.scored):
         why = str(trajectory.status) if has_failed else "unscorable"
         return Part(index, position, member_line(index, why, reward, role))
-    columns, header = _columns(rows), _header(trajectory, source)
+    of_rows = [
+        {**row.columns, **{name: row.extras[name].data for name in sorted(row.extras)}}
+        if row.extras
+        else row.columns
+        for row in rows
+    ]
+    columns = of_rows[0]
+    if len(rows) > 1:
+        columns = {name: np.concatenate([arrays[name] for arrays in of_rows]) for name in columns}
+    header = _header(trajectory, source)
     head = _header_head(trajectory.group_size, source)
     size = sum(map(NBYTES, columns.values())) + len(header)
     keys = {step.state_key for step in steps} - {None}
@@ -186,16 +193,12 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
             f"metadata: header of {trajectory.group_id}/{index} has {header_size} bytes, "
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
-    value = reward
-    if filter_by != REWARD and role != Role.EVAL:
-        value = filter_value(filter_by, trajectory)
-    extras = rows[0].extras
-    kinds = extras and frozenset([(name, *_kind_of_extra(extra)) for name, extra in extras.items()])
+    value = reward if filter_by == REWARD or role == Role.EVAL else filter_value(filter_by, trajectory)
     return Part(
         index,
         position,
         member_line(index, "usable", value, role),
-        (tuple(columns), kinds or None, reward is None, head),
+        (tuple(columns), reward is None, head),
         size,
         columns,
         head,
@@ -203,26 +206,6 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
         trajectory,
         steps_size,
     )
-
-
-def _columns(rows: Sequence[CheckedRow]) -> Mapping[str, Array]:
-    """The stored columns, rows end to end. Raises TrajectoryError where rows differ."""
-    for name in sorted(rows[0].extras):
-        if len({_kind_of_extra(row.extras[name]) for row in rows}) > 1:
-            raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
-    columns = [
-        {**row.columns, **{name: row.extras[name].data for name in sorted(row.extras)}}
-        if row.extras
-        else row.columns
-        for row in rows
-    ]
-    if len(rows) == 1:
-        return columns[0]
-    return {name: np.concatenate([arrays[name] for arrays in columns]) for name in columns[0]}
-
-
-def _kind_of_extra(column: Column) -> tuple[str, tuple[int, ...], bool]:
-    return column.data.dtype.str, column.data.shape[1:], column.per_token
 
 
 # The header: JSON, of which a reader of single columns sees nothing
@@ -278,11 +261,6 @@ def field_of(arrays: Sequence[Array]) -> Array | tuple[Array, ...]:
         return np.ndarray(shape, arrays[0].dtype, bytearray().join(arrays))  # type: ignore[arg-type]
     except TypeError:  # one has gaps in memory
         return np.concatenate(arrays)
-
-
-def parts_of(column: Array | tuple[Array, ...]) -> tuple[Array, ...]:
-    """The arrays of a column as `field_of` gives it."""
-    return column if isinstance(column, tuple) else (column,)
 
 
 def filter_value(name: str, trajectory: Checked) -> float | None:
