@@ -34,24 +34,19 @@ AGAIN_S: Final = 0.1
 
 
 class _Stack:
-    """A `queue.LifoQueue` as redis-py's pool uses it, with locks of C alone."""
+    """What redis-py's pool fills as a `queue.LifoQueue`, with locks of C alone: `Pool` takes from it."""
 
     def __init__(self, maxsize: int) -> None:
         self.queue: list[Any] = []
         self._maxsize = maxsize
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item
-
-    def get(self) -> Any:
-        """The item put last; waits for one."""
-        self._tokens.get()
-        return self.queue.pop()
+        self.tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item
 
     def put_nowait(self, item: Any) -> None:
         """Raises queue.Full."""
         if len(self.queue) >= self._maxsize:
             raise queue.Full
         self.queue.append(item)
-        self._tokens.put(None)
+        self.tokens.put(None)
 
 
 class Pool(redis.BlockingConnectionPool):
@@ -66,7 +61,9 @@ class Pool(redis.BlockingConnectionPool):
         Raises what a server refuses the connection with, as `classified`.
         """
         self._checkpid()
-        connection: Any = self.pool.get() or cast(Any, self).make_connection()
+        pool: Any = self.pool  # a process that is forked has another one
+        pool.tokens.get()
+        connection: Any = pool.queue.pop() or cast(Any, self).make_connection()
         try:
             if connection._sock is None:
                 connection.connect()
