@@ -19,7 +19,7 @@ from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
 from .logic import ProducerLogic
 from .records import check_records, read_by_hand
 from .requests import Steps, T
-from .tickets import ANY_SLOT, GroupSpec, PushResult, Ticket
+from .tickets import ANY_SLOT, GroupSpec, PushResult, Ticket, checked_ticket
 
 FAIL_REASONS: Final = ("failed", "aborted")
 
@@ -71,7 +71,7 @@ class Slots:
         if not isinstance(ticket, Ticket):
             raise TrajectoryError(f"ticket is {brief(ticket)}, needs a Ticket: Ticket.from_json reads one")
         ticket.hand_out()
-        return cls(logic, ticket.checked(), [ticket.rollout_index])
+        return cls(logic, checked_ticket(ticket), [ticket.rollout_index])
 
     @cached_property
     def tickets(self) -> list[Ticket]:

@@ -67,7 +67,7 @@ class _Unclear(ValueError):
 def read_by_hand(records: Sequence[Any], ticket: Ticket) -> list[Checked] | None:
     """What `check_records` would make of the records; None if it has to look at them.
 
-    ticket: as `begin` or `Ticket.checked` makes it.
+    ticket: as `begin` or `checked_ticket` makes it.
     """
     if type(records) not in (list, tuple):
         return None

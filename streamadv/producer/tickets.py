@@ -82,14 +82,6 @@ class Ticket(_Watched):
         if watch is not None:
             watch.add(self.rollout_index)
 
-    def checked(self) -> Ticket:
-        """A copy. Raises TrajectoryError unless there may be such a group."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        try:
-            return _ticket_type().validate_python(values)
-        except ValueError as error:
-            raise TrajectoryError(f"ticket: {first_problem(error)}") from None
-
     @classmethod
     def from_json(cls, text: str | bytes) -> Ticket:
         """The ticket that `to_json` wrote. Raises TrajectoryError for anything else."""
@@ -102,6 +94,16 @@ class Ticket(_Watched):
 @cache
 def _ticket_type() -> TypeAdapter[Ticket]:
     return TypeAdapter(Annotated[Ticket, AfterValidator(_of_some_group)])
+
+
+def checked_ticket(ticket: Ticket) -> Ticket:
+    """A copy. Raises TrajectoryError unless there may be such a group."""
+    try:
+        return _ticket_type().validate_python(
+            {item.name: getattr(ticket, item.name) for item in fields(ticket)}
+        )
+    except ValueError as error:
+        raise TrajectoryError(f"ticket: {first_problem(error)}") from None
 
 
 def _of_some_group(ticket: Ticket) -> Ticket:
