@@ -135,7 +135,7 @@ def record(
 @contextmanager
 def pushing(run: str, group_id: str, rollouts: int) -> Iterator[None]:
     """Around a push: an exception that leaves the block marks its span as failed."""
-    since, failed, detail = now(), _NONE, ""
+    since, failed, detail = time.time_ns(), _NONE, ""
     try:
         yield
     except Exception as error:

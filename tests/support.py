@@ -41,8 +41,8 @@ from streamadv.status.seen import kept_entries
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.member_table import packets_problem
-from streamadv.trajectory.members import Checked, Members, Reference, members_of, references_of
+from streamadv.trajectory.member_table import members_of, packets_problem
+from streamadv.trajectory.members import Checked, Members, Reference, references_of
 from streamadv.trajectory.packet_encoding import Packet, encode_packets
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 

@@ -59,7 +59,7 @@ def _publish(run: Run, computed: ComputedItem) -> Any:
     except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
         inline = {name: bytes(column) for name, column in computed.outputs.items()}
         call = script_call("publish", keys, _arguments(computed, inline), output=output)
-        return run.connection.push.eval(*call.by_text)
+        return run.connection.push.eval(call.script.text, *call.arguments)
 
 
 def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:

@@ -18,7 +18,8 @@ import numpy as np
 from ..errors import TrajectoryError
 from ..extras import torch
 from ..trajectory.columns import Array
-from ..trajectory.members import NO_STATE, Checked, Members, Positions, members_of, offsets
+from ..trajectory.member_table import members_of
+from ..trajectory.members import NO_STATE, Checked, Members, Positions, offsets
 from ..trajectory.schema import Trajectory
 from .packed import PackedBatch, Steps
 from .packed_checks import BUILT

@@ -27,7 +27,7 @@ from ..run.heartbeats import HEARTBEAT_S, Attendance
 from ..run.kept import trim_kept
 from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
-from ..run.packets import MAX_BYTES, is_group_id, is_payload_key
+from ..run.packets import GROUP_ID, MAX_BYTES, is_payload_key
 from ..store.replies import as_count, as_text, replies_of
 from .scoring_streams import pass_on_ended
 from .short_groups import ShortGroups
@@ -109,7 +109,7 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     now_ms: int = shard.call("tick")
     ids = []
     for member in dict.fromkeys(_due(shard, now_ms)):
-        if is_group_id(group_id := _text(member)):
+        if GROUP_ID.fullmatch(group_id := _text(member)):
             ids.append(group_id)
         else:
             reject(shard, shard.keys.open, member, "no id of a group")
@@ -204,7 +204,7 @@ def _checked_items(
 
 def _is_scored(shard: Shard, item: bytes) -> bool:
     index, _, group_id = _text(item).partition(" ")
-    return _INDEX.fullmatch(index) is not None and is_group_id(group_id)
+    return _INDEX.fullmatch(index) is not None and GROUP_ID.fullmatch(group_id) is not None
 
 
 def _is_garbage(shard: Shard, item: bytes) -> bool:

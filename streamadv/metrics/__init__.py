@@ -26,8 +26,8 @@ from .instruments import KEPT, REGISTRY, Kind, begin_stage, child
 
 __all__ = [
     "KEPT", "REGISTRY", "EndedGroup", "Kind", "Sample", "batch_delivered", "begin_stage", "blocked_as",
-    "entries", "group_ended", "group_recreated", "groups_ended", "importance_weights", "producer_pushed",
-    "retried", "serve", "timed", "training_metrics", "wait", "work_item_computed",
+    "entries", "group_ended", "group_recreated", "groups_ended", "importance_weights", "retried", "serve",
+    "succeeded", "timed", "training_metrics", "wait", "work_item_computed",
 ]  # fmt: skip
 
 #: Numbers of a work item or batch: an array, a list or one number. None stands for unknown and is left out.
@@ -66,7 +66,12 @@ def entries(stage: str, event: Event, n: int = 1) -> None:
     """`n` stream entries were delivered, acked, reclaimed, or finished by somebody else before (duplicate)."""
     child(instruments.EVENTS[event], stage).inc(n)
     if event == "acked" and n:
-        _succeeded(stage)
+        succeeded(stage)
+
+
+def succeeded(stage: str) -> None:
+    """The stage has done some of its work: the server has taken a push, a batch is delivered."""
+    child(instruments.LAST_SUCCESS, stage).set(time.time())
 
 
 def retried(stage: str, reason: str) -> None:
@@ -144,11 +149,6 @@ def _group_rewards(of_groups: Sequence[Sequence[float]], source: str, is_kept: b
     deviations = rewards - np.repeat(np.add.reduceat(rewards, first) / sizes, sizes)
     squares = np.add.reduceat(deviations * deviations, first)[sizes > 1]
     instruments.GROUP_REWARD_STD.observe(_known(np.sqrt(squares / (sizes[sizes > 1] - 1))))
-
-
-def producer_pushed() -> None:
-    """The server has taken a push."""
-    _succeeded("producer")
 
 
 def rollout_replayed(seconds: float) -> None:
@@ -232,7 +232,7 @@ def batch_delivered(
     instruments.POLICY_LAG_IN_QUEUE.observe(_known(in_queue_lag))
     instruments.DELIVERED_TOKENS.inc(num_tokens)
     instruments.E2E.observe(_known(e2e_s))
-    _succeeded("trainer")
+    succeeded("trainer")
 
 
 def serve(
@@ -271,10 +271,6 @@ def _finite(values: Values | Sample, quantity: str) -> tuple[NDArray[np.float64]
 
 def _flat(values: Values) -> NDArray[np.float64]:
     return np.empty(0) if values is None else np.asarray(values, dtype=np.float64).ravel()
-
-
-def _succeeded(stage: str) -> None:
-    child(instruments.LAST_SUCCESS, stage).set(time.time())
 
 
 _ended: list[EndedGroup] = []  # and not counted yet

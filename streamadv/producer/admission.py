@@ -266,7 +266,8 @@ class Admission:
             if reply[0] == b"layout":
                 yield from self._membership.confirm_layout()
                 continue
-            check_group_reply(reply, spec)
+            if reply[0] != b"ok":
+                check_group_reply(reply, spec)
             if reply[0] != b"busy":
                 if wait is not None:
                     wait.over()

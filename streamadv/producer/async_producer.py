@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -86,7 +86,7 @@ class AsyncProducer(
                         with suppress(TimeoutError):
                             async with asyncio.timeout(CLOSE_S):
                                 await self._idle.wait()
-                    await self._carry_through(self._logic.leave(), False, membership.check_leaving)
+                    await self._drive(self._logic.leave(), patient=False, leaves=True)
         finally:
             self._heart = None
             self._logic.end()
@@ -119,7 +119,8 @@ class AsyncProducer(
 
     def rollout(self, ticket: Ticket) -> AsyncRollout:
         """As `Producer.rollout`."""
-        return AsyncRollout(self, Slots.of_received(self._logic, ticket), ticket)
+        slots = Slots.of_received(self._logic, ticket)
+        return AsyncRollout(self, slots, slots.ticket)
 
     async def model_version(self) -> int | None:
         """As `Producer.model_version`."""
@@ -141,16 +142,28 @@ class AsyncProducer(
                 if self._logic.stops_heartbeat(error):
                     return
 
-    async def _drive(self, steps: Steps[T], patient: bool = True) -> T:
+    async def _drive(self, steps: Steps[T], patient: bool = True, leaves: bool = False) -> T:
         """As `Producer._drive`."""
         membership = self._logic.membership
-        membership.check_open()
+        check_open = membership.check_leaving if leaves else membership.check_open
+        check_open()
         self._under_way += 1
+        requests = attempts(steps, check_open, membership.run, patient=patient)
+        reply: Any = None
         try:
-            return await self._carry_through(steps, patient, membership.check_open)
+            while True:
+                try:
+                    request = requests.send(reply)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                try:
+                    reply = await self._carry_out(request)
+                except Exception as error:
+                    reply = error
         except Exception as error:
             if not isinstance(error, StreamadvError):
-                membership.check_open()  # else its connection was closed under it
+                check_open()  # else its connection was closed under it
             raise
         finally:
             steps.close()
@@ -159,21 +172,6 @@ class AsyncProducer(
                 self._idle.set()
                 if self._heart is None:
                     await self._disconnect()
-
-    async def _carry_through(self, steps: Steps[T], patient: bool, check_open: Callable[[], None]) -> T:
-        """As `Producer._carry_through`."""
-        requests = attempts(steps, check_open, self._logic.membership.run, patient=patient)
-        reply: Any = None
-        while True:
-            try:
-                request = requests.send(reply)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            try:
-                reply = await self._carry_out(request)
-            except Exception as error:
-                reply = error
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, or until the producer is closed."""

@@ -13,12 +13,13 @@ from .. import metrics
 from ..errors import SettingError, StreamadvError, TrajectoryError
 from ..messages import brief, whole_number
 from ..trajectory.members import Checked
+from ..trajectory.packet_encoding import ended_packets
 from ..trajectory.schema import Row, Step, Trajectory
 from .failures import CANCELLED, NOT_PUSHED, Outcome, describe
 from .logic import ProducerLogic
-from .records import MAY_BE_NONE, check_records, read_by_hand
+from .records import check_records, read_by_hand
 from .requests import Steps, T
-from .tickets import ANY_SLOT, PushResult, Ticket
+from .tickets import ANY_SLOT, GroupSpec, PushResult, Ticket, checked_ticket
 
 FAIL_REASONS: Final = ("failed", "aborted")
 
@@ -56,6 +57,7 @@ class Slots:
         """ticket: of one of the slots `indices`; nobody else holds tickets of these."""
         self.logic = logic
         self.ticket = ticket
+        self.spec = GroupSpec.of(ticket)
         self.indices = indices
         self.handed_out: set[int] = set()  # tickets that have left this process: somebody plays them
         self.started: set[int] = set()
@@ -69,7 +71,7 @@ class Slots:
         if not isinstance(ticket, Ticket):
             raise TrajectoryError(f"ticket is {brief(ticket)}, needs a Ticket: Ticket.from_json reads one")
         ticket.hand_out()
-        return cls(logic, replace(ticket), [ticket.rollout_index])
+        return cls(logic, checked_ticket(ticket), [ticket.rollout_index])
 
     @cached_property
     def tickets(self) -> list[Ticket]:
@@ -107,8 +109,14 @@ class Slots:
     ) -> Steps[PushResult]:
         """Push rollouts of the group; `ticket` fills in what a record leaves out. Without it each names its slot."""
         ticket = ticket or self._of_any_slot
-        checked = read_by_hand(records, ticket) or [Checked.of(one) for one in check_records(records, ticket)]
-        result = yield from self.logic.pushes.push(checked, ticket)
+        checked = read_by_hand(records, ticket)
+        if checked is None:
+            checked = [Checked.of(one) for one in check_records(records, ticket)]
+        if not checked:
+            return PushResult([])
+        spec, pushes = self.spec._replace(data_source=checked[0].data_source), self.logic.pushes
+        packets = yield from pushes.encode(checked)
+        result = yield from pushes.send(spec, packets, ticket.epoch)
         self.ended.update([one.rollout_index for one in checked])
         return result
 
@@ -118,7 +126,8 @@ class Slots:
         """End slots without a trajectory. why: one line for `failures`, also logged if `note`."""
         if not indices:
             return PushResult([])
-        result = yield from self.logic.pushes.end_slots(self.ticket, indices, kind)
+        packets = ended_packets(indices, kind, self.spec.role)
+        result = yield from self.logic.pushes.send(self.spec, packets)
         self.ended.update(indices)
         for index in result.indices:
             self.failures.setdefault(index, why or kind)
@@ -162,7 +171,7 @@ class Slots:
             )
         if not count:
             return PushResult([])
-        result = yield from self.logic.pushes.cancel(self.ticket, count, free)
+        result = yield from self.logic.pushes.cancel(self.spec, count, free)
         self.ended.update(result.indices)
         self.cancelled.update(result.indices)
         self.failures.update(dict.fromkeys(result.indices, CANCELLED))
@@ -244,11 +253,7 @@ class BaseRollout:
 
     def _push(self, **fields: Any) -> Steps[str]:
         self._slots.started.add(self.rollout_index)
-        record = {
-            name: value
-            for name, value in fields.items()
-            if value is not ... and (value is not None or name in MAY_BE_NONE)
-        }
+        record = {name: value for name, value in fields.items() if value is not ...}
         record.setdefault("model_version", self.model_version)
         result = yield from self._slots.push([record], self.ticket)
         return result.codes[0]

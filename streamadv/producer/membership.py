@@ -12,7 +12,7 @@ from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, T
 from ..messages import brief, log_fields
 from ..run.heartbeats import LOOPS_OVER
 from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
-from ..run.packets import is_group_id
+from ..run.packets import GROUP_ID
 from ..run.run import byte_budget
 from ..store.keys import ShardKeys
 from ..store.replies import as_count, as_int
@@ -58,11 +58,8 @@ class Membership:
         self._drop_after: int | None = None
         self._process = os.getpid()
         self._instance: int | None = None  # of several producers of one name the latest has the name
-
-    @property
-    def owner(self) -> str:
-        """Whom a group notes that this producer plays."""
-        return f"{self.name} {self._instance or 0}"
+        self.owner = f"{self.name} 0"
+        """Whom a group notes that this producer plays: name and instance."""
 
     @property
     def is_forked(self) -> bool:
@@ -102,7 +99,7 @@ class Membership:
 
     def shard_of(self, group_id: str) -> int:
         """Number of the group's shard. Raises TrajectoryError for what is no id of a group."""
-        if not (isinstance(group_id, str) and is_group_id(group_id)):
+        if not (isinstance(group_id, str) and GROUP_ID.fullmatch(group_id)):
             needs = "1 to 200 characters without '}', blanks and control characters"
             raise TrajectoryError(f"group_id is {brief(group_id)}, needs {needs}")
         return self.manifest.keys.shard_of(group_id)
@@ -189,8 +186,10 @@ class Membership:
         self._drop_after = as_int(drop_after or None)
         if self._instance is None:
             self._instance = as_count(instance)
+            self.owner = f"{name} {self._instance}"
         elif as_count(instance) != self._instance and name == self.name and not is_forked:
             self.name = f"{name}-{self._instance}"
+            self.owner = f"{self.name} {self._instance}"
             text = "another producer has taken the name %s: this one goes on as %s"
             fields = log_fields("name_taken", run=self.run, role="producer")
             logger.warning(text, name, self.name, extra=fields)

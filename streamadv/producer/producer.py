@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -179,7 +179,8 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
     def rollout(self, ticket: Ticket) -> Rollout:
         """The rollout of a ticket, for instance one received from another process. Raises TrajectoryError."""
         self._keep_heart()
-        return Rollout(self, Slots.of_received(self._logic, ticket), ticket)
+        slots = Slots.of_received(self._logic, ticket)
+        return Rollout(self, slots, slots.ticket)
 
     def score(
         self,
@@ -232,24 +233,38 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         if self._under_way:
             self._idle.wait(CLOSE_S)
         with suppress(ProducerClosedError):
-            self._carry_through(self._logic.leave(), False, self._logic.membership.check_leaving)
-        if self._heart is None:
-            self._disconnect()
+            self._drive(self._logic.leave(), patient=False, leaves=True)
 
-    def _drive(self, steps: Steps[T], patient: bool = True) -> T:
-        """`_carry_through` as a call that `close` waits for; the last one to end disconnects once more."""
+    def _drive(self, steps: Steps[T], patient: bool = True, leaves: bool = False) -> T:
+        """Carry out what the steps ask for: a call that `close` waits for. The last one to end disconnects once more.
+
+        leaves: what a closed producer still has to say.
+        """
         membership = self._logic.membership
+        check_open = membership.check_leaving if leaves else membership.check_open
         with self._calls:
-            membership.check_open()
+            check_open()
             self._under_way += 1
-            self._keep_heart()
+            if self._heart is not None and not self._heart.is_alive():
+                self._keep_heart()
+        requests = attempts(steps, check_open, membership.run, patient=patient)
+        reply: Any = None
         try:
-            return self._carry_through(steps, patient, membership.check_open)
+            while True:
+                try:
+                    request = requests.send(reply)
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                try:
+                    reply = self._carry_out(request)
+                except Exception as error:
+                    reply = error
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
         except Exception as error:
             if not isinstance(error, StreamadvError):
-                membership.check_open()  # else its connection was closed under it
+                check_open()  # else its connection was closed under it
             raise
         finally:
             steps.close()
@@ -259,21 +274,6 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
                     if self._heart is None:
                         self._disconnect()
                     self._idle.set()
-
-    def _carry_through(self, steps: Steps[T], patient: bool, check_open: Callable[[], None]) -> T:
-        """Carry out what the steps ask for."""
-        requests = attempts(steps, check_open, self._logic.membership.run, patient=patient)
-        reply: Any = None
-        while True:
-            try:
-                request = requests.send(reply)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            try:
-                reply = self._carry_out(request)
-            except Exception as error:
-                reply = error
 
     def _carry_out(self, request: Attempt) -> Any:
         if isinstance(request, ScriptCall):

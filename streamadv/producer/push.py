@@ -14,7 +14,7 @@ from ..messages import check_number
 from ..store.keys import ShardKeys
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
-from ..trajectory.members import Checked
+from ..trajectory.members import STATUSES, Checked
 from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory
 from .admission import SPEC_ARGS, Admission
@@ -24,6 +24,7 @@ from .records import check_one_group, check_roles
 from .requests import (
     MAX_SLICE_MEMBERS,
     NO_ROOM,
+    STAGE,
     GroupPush,
     Push,
     Reply,
@@ -46,15 +47,6 @@ class Pushes:
         self._again = self._send_again  # one object for all that is kept
         self._columns_again = self._send_columns_again
 
-    def push(self, trajectories: Sequence[Checked], ticket: Ticket) -> Steps[PushResult]:
-        """Push trajectories of the ticket's group. Raises TrajectoryError."""
-        if not trajectories:
-            return PushResult([])
-        check_roles(trajectories, ticket.role)
-        spec = GroupSpec.of(ticket)._replace(data_source=trajectories[0].data_source)
-        packets = yield from self._encode(trajectories)
-        return (yield from self._send_all(spec, packets, ticket.epoch, None))
-
     def push_trajectories(self, trajectories: Sequence[Trajectory]) -> Steps[PushResult]:
         """Push trajectories of one group.
 
@@ -65,32 +57,32 @@ class Pushes:
             return PushResult([])
         check_one_group(trajectories)
         checked, first = [Checked.of(trajectory) for trajectory in trajectories], trajectories[0]
-        role = check_roles(checked)
+        role = check_roles(trajectories)
         slots = first.group_size + (self._membership.manifest.redundancy if role == Role.TRAIN else 0)
         spec = GroupSpec(
             first.group_id, first.group_size, slots, first.data_source, role=role, round=first.round
         )
-        packets = yield from self._encode(checked)
+        packets = yield from self.encode(checked)
         highest = max([trajectory.rollout_index for trajectory in trajectories])
         if highest < slots:
             budget = self._admission.budget_for_new(spec.group_id)
-            return (yield from self._send_all(spec, packets, 0, budget))
+            return (yield from self.send(spec, packets, budget=budget))
         try:  # its group may have been begun with more slots
-            return (yield from self._send_all(spec, packets, 0, NO_ROOM))
+            return (yield from self.send(spec, packets, budget=NO_ROOM))
         except Busy:
             raise TrajectoryError(
                 f"rollout_index is {highest}, group {spec.group_id} has {slots} slots (0 to {slots - 1})"
             ) from None
 
-    def _encode(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Packet]]:
-        """Raises TrajectoryError.
+    def encode(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Packet]]:
+        """Packets of trajectories of one group, one at least; new names of columns are fixed for the run.
 
-        Also for a reward that nobody brings: it would keep its group open until the deadline.
+        Raises TrajectoryError, also for a reward that nobody brings: it would keep its group open until the deadline.
         """
         waiting = [
             trajectory
             for trajectory in trajectories
-            if trajectory.reward is None and trajectory.kind == "usable" and not trajectory.reward_later
+            if not (trajectory.scored or trajectory.reward_later) and trajectory.status in STATUSES
         ]
         if waiting and not self._membership.manifest.scorers:  # some may have been named since
             yield from self._membership.agree()
@@ -145,7 +137,7 @@ class Pushes:
     def bring_columns(self, ticket: Ticket, columns: GroupColumns) -> Steps[PushResult]:
         """Store the columns of the group that has just been begun."""
         shard, spec = self._membership.shard_of(ticket.group_id), GroupSpec.of(ticket)
-        server_id = self._resend.server_of(shard)
+        server_id = self._resend.servers.get(shard)
         result = yield from self._send_columns(spec, columns, waits=True)
         self._resend.remember(shard, server_id, columns.size, self._columns_again, spec[:-1], tuple(columns))
         return result
@@ -166,19 +158,14 @@ class Pushes:
             code = reply[-1]
         return PushResult([code.decode()])
 
-    def end_slots(self, ticket: Ticket, indices: Sequence[int], kind: str) -> Steps[PushResult]:
-        """Record that these rollouts ended without a trajectory: `kind` failed, aborted or cancelled."""
-        packets = ended_packets(indices, kind, ticket.role)
-        return self._send_all(GroupSpec.of(ticket), packets, 0, None)
-
-    def cancel(self, ticket: Ticket, count: int, free: Collection[int]) -> Steps[PushResult]:
+    def cancel(self, spec: GroupSpec, count: int, free: Collection[int]) -> Steps[PushResult]:
         """Cancel `count` of the slots `free`: the highest ones that nobody has ended elsewhere.
 
         Raises TrajectoryError when there are fewer; those are cancelled nevertheless.
         """
-        allowed = "".join("1" if slot in free else "0" for slot in range(ticket.slots))
-        spec, shard = GroupSpec.of(ticket), self._membership.shard_of(ticket.group_id)
-        server_id = self._resend.server_of(shard)
+        allowed = "".join("1" if slot in free else "0" for slot in range(spec.slots))
+        shard = self._membership.shard_of(spec.group_id)
+        server_id = self._resend.servers.get(shard)
         codes: list[str] = []
         cancelled: list[int] = []
         try:
@@ -199,11 +186,11 @@ class Pushes:
                         f"cancel: {count} rollouts of group {spec.group_id} were to be cancelled, the rest has ended: "
                         f"{', '.join(map(str, cancelled)) or 'none'} cancelled now"
                     )
-                metrics.producer_pushed()
+                metrics.succeeded(STAGE)
                 codes += [reply[1].decode() if has_ended else "pushed"] * part
         finally:  # sent again are these slots: others may be free by then
-            for packets in slices(ended_packets(sorted(cancelled), "cancelled", ticket.role), load_of):
-                kept = tuple([packet.frozen() for packet in packets])
+            for packets in slices(ended_packets(sorted(cancelled), "cancelled", spec.role), load_of):
+                kept = tuple([(*packet[:5], ()) for packet in packets])
                 self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
         return PushResult(codes, cancelled)
 
@@ -234,12 +221,13 @@ class Pushes:
         result = yield from self._resend.send(self._membership.shard_of(group_id), send(), send)
         return result.codes[0]
 
-    def _send_all(
-        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int, budget: int | None
+    def send(
+        self, spec: GroupSpec, packets: Sequence[Packet], epoch: int = 0, budget: int | None = None
     ) -> Steps[PushResult]:
         """Send packets of a group in as many calls as it takes, each kept to be sent again.
 
-        budget: as of `Admission.call_group_script`. Raises Busy if there is a budget, TrajectoryError.
+        epoch: of the ticket. budget: as of `Admission.call_group_script`. Raises Busy if there is a budget,
+        TrajectoryError.
         """
         rollouts = sum([len(packet.indices) for packet in packets])
         membership = self._membership
@@ -247,13 +235,15 @@ class Pushes:
         with tracing.pushing(membership.run, spec.group_id, rollouts):
             if membership.finished and membership.plays is None:
                 yield from membership.reopen()
-            shard = membership.shard_of(spec.group_id)
-            keys = membership.manifest.keys.shards[shard]
+            all_keys = membership.manifest.keys
+            shard = all_keys.shard_of(spec.group_id)
+            keys = all_keys.shards[shard]
             for part in slices(packets, load_of):
-                server_id = self._resend.server_of(shard)
+                server_id = self._resend.servers.get(shard)
                 codes |= yield from self._send(keys, spec, part, epoch, budget, waits=budget is None)
-                size = sum([load_of(packet).size for packet in part])
-                kept = tuple([packet.frozen() for packet in part])
+                size = sum([packet.size + len(packet.table) for packet in part])
+                # Nothing but plain tuples, so that the garbage collector leaves them alone.
+                kept = tuple([(*packet[:5], tuple(packet.fields.items())) for packet in part])
                 self._resend.remember(shard, server_id, size, self._again, spec[:-1], kept, epoch)
         members = sorted([pair for packet in packets for pair in zip(*packet[:2], strict=True)])
         return PushResult(
@@ -264,7 +254,7 @@ class Pushes:
     def _send_again(
         self, spec: tuple[Any, ...], packets: Sequence[tuple[Any, ...]], epoch: int
     ) -> Steps[PushResult]:
-        group, thawed = GroupSpec(*spec), [Packet.thaw(packet) for packet in packets]
+        group, thawed = GroupSpec(*spec), [Packet._make((*kept[:-1], dict(kept[-1]), ())) for kept in packets]
         codes = yield from self._send(self._membership.keys_of(group.group_id), group, thawed, epoch, None)
         return PushResult(list(codes.values()))
 
@@ -292,7 +282,7 @@ class Pushes:
         while waiting:
             reply = yield from self._admission.call_group_script(spec, attempt, budget, waits=waits)
             waiting = unregistered(waiting, reply, codes)
-        metrics.producer_pushed()
+        metrics.succeeded(STAGE)
         if refused := [position for position, code in codes.items() if code == "range"]:
             index_of: dict[int, int] = {}
             for packet in packets:

@@ -19,17 +19,18 @@ from ..trajectory.columns import (
     KNOWN_COLUMNS,
     OUTPUT_COLUMNS,
     REQUIRED_COLUMNS,
-    check_together,
+    SHORT_COLUMN,
+    check_values,
     unchecked_array,
 )
 from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
 from ..trajectory.members import Checked, CheckedRow, StepSpan
 from ..trajectory.names import check_names
 from ..trajectory.schema import (
-    MAX_GROUP_SIZE,
     MAX_REWARDS,
     MAX_ROWS,
     MAX_STEPS,
+    Column,
     Role,
     Status,
     Step,
@@ -37,7 +38,7 @@ from ..trajectory.schema import (
     extra_column,
     parse_trajectory,
 )
-from .tickets import ANY_SLOT, GROUP_ROLES, Ticket, is_plain_group
+from .tickets import ANY_SLOT, Ticket
 
 _STATUSES: Final = frozenset(Status)
 _ROLES: Final = frozenset(Role)
@@ -64,20 +65,21 @@ class _Unclear(ValueError):
 
 
 def read_by_hand(records: Sequence[Any], ticket: Ticket) -> list[Checked] | None:
-    """What `check_records` would make of the records; None if it has to look at them."""
-    if (
-        type(records) not in (list, tuple)
-        or not is_plain_group(ticket.group_id, ticket.data_source)
-        or type(ticket.group_size) is not int
-        or not 1 <= ticket.group_size <= MAX_GROUP_SIZE
-        or type(ticket.slots) is not int
-        or ticket.role not in GROUP_ROLES
-        or type(ticket.metadata) is not dict
-    ):
+    """What `check_records` would make of the records; None if it has to look at them.
+
+    ticket: as `begin` or `checked_ticket` makes it.
+    """
+    if type(records) not in (list, tuple):
         return None
     try:
         found = [_read(record, ticket) for record in records]
-        check_together([row.columns for one in found for row in one.rows])
+        rows = [row.columns for one in found for row in one.rows]
+        for name in {name: None for row in rows for name in row}:
+            arrays = [row[name] for row in rows if name in row]
+            if len(arrays) > 1 and sum(array.nbytes for array in arrays) <= SHORT_COLUMN:
+                arrays = [np.concatenate(arrays)]  # a check costs more than what it looks at
+            for array in arrays:
+                check_values(name, array)
     except (ValueError, TypeError, OverflowError):
         return None
     return found if len({one.rollout_index for one in found}) == len(found) else None
@@ -98,11 +100,12 @@ def _read(record: Any, ticket: Ticket) -> Checked:
     elif type(metadata) is dict:
         metadata = {**ticket.metadata, **metadata}
     if (
-        not 0 <= index < min(ticket.slots, 2 * MAX_GROUP_SIZE)
+        not 0 <= index < ticket.slots
         or type(later) is not bool
         or (later and scored)
         or not (isinstance(status, str) and status in _STATUSES)
         or not (isinstance(role, str) and role in _ROLES)
+        or (role == Role.EVAL) != (ticket.role == Role.EVAL)
         or type(metadata) is not dict
         or not (not metadata or is_plain(metadata))
         or not (rows or status not in (Status.COMPLETED, Status.TRUNCATED))
@@ -136,37 +139,38 @@ def _columns_of(names: tuple[Any, ...], fields: frozenset[str]) -> tuple[tuple[s
 
 
 def _rows(record: Mapping[str, Any]) -> list[CheckedRow]:
-    known, extras = _columns_of(tuple(record), _FIELDS)
-    has_columns = any(record[name] is not None for name in (*known, *extras)) or "agent" in record
-    given = record.get("rows")
+    """Those in its field `rows`, or the record itself if it has columns."""
+    known, others = _columns_of(tuple(record), _FIELDS)
+    has_columns = record.get("agent") is not None or any(
+        record[name] is not None for name in (*known, *others)
+    )
+    given, fields = record.get("rows"), _ROW_FIELDS
     if given in (None, []):
-        return [_row(record, known, extras)] if has_columns else []
-    if has_columns or type(given) is not list or len(given) > MAX_ROWS:
+        given, fields = [record] if has_columns else [], _FIELDS
+    elif has_columns or type(given) is not list or len(given) > MAX_ROWS:
         raise _Unclear
     rows = []
     for data in given:
         if type(data) is not dict:
             raise _Unclear
-        reward = data.get("reward")
-        row = _row(data, *_columns_of(tuple(data), _ROW_FIELDS))
-        rows.append(row if reward is None else row._replace(reward=_number(reward)))
+        known, others = _columns_of(tuple(data), fields)
+        columns = {name: unchecked_array(name, value) for name in known if (value := data[name]) is not None}
+        if not columns.keys() >= _REQUIRED or len(set(map(len, columns.values()))) > 1:
+            raise _Unclear
+        extras: dict[str, Column] = {}
+        agent = data.get("agent")
+        reward = None if data is record else data.get("reward")  # that of a record is the trajectory's
+        if others:
+            names = [name for name in others if data[name] is not None]
+            check_names(names)
+            if not all(map(COLUMN_NAME.fullmatch, names)):
+                raise _Unclear
+            extras = {name: extra_column(name, data[name], len(columns["input_ids"])) for name in names}
+        agent, reward = None if agent is None else _text(agent), None if reward is None else _number(reward)
+        rows.append(CheckedRow(columns, extras, agent, reward))
     if len({frozenset((*row.columns, *row.extras)) for row in rows}) > 1:
         raise _Unclear
     return rows
-
-
-def _row(data: Mapping[str, Any], known: Sequence[str], others: Sequence[str]) -> CheckedRow:
-    columns = {name: unchecked_array(name, value) for name in known if (value := data[name]) is not None}
-    if not columns.keys() >= _REQUIRED or len(set(map(len, columns.values()))) > 1:
-        raise _Unclear
-    extras, agent = {}, data.get("agent")
-    if others:
-        names = [name for name in others if data[name] is not None]
-        check_names(names)
-        if not all(map(COLUMN_NAME.fullmatch, names)):
-            raise _Unclear
-        extras = {name: extra_column(name, data[name], len(columns["input_ids"])) for name in names}
-    return CheckedRow(columns, extras, None if agent is None else _text(agent))
 
 
 def _steps(steps: Any, lengths: Sequence[int]) -> list[StepSpan]:
@@ -259,10 +263,11 @@ def check_records(records: Sequence[Trajectory | Mapping[str, Any]], ticket: Tic
                 f"rollout_index {index}: name another in each"
             )
         trajectories.append(trajectory)
+    check_roles(trajectories, ticket.role)
     return trajectories
 
 
-def check_roles(trajectories: Sequence[Checked], role: str | None = None) -> str:
+def check_roles(trajectories: Sequence[Trajectory], role: str | None = None) -> str:
     """The role of the group that trajectories may be in together; role: the one it has, None = not known.
 
     Raises TrajectoryError for eval beside train or baseline.

@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,7 +53,8 @@ class ResendWindow:
         self._seconds = seconds
         self._sent: deque[Sent] = deque()
         self._bytes = 0
-        self._servers: Sequence[str | None] = ()
+        self.servers: dict[int, str | None] = {}
+        """Each shard's server as of the last check. Read it before sending, because another one may take over then."""
         self._lock = renewed_at_fork(threading.Lock())
         self._warned_short = False
         self._settled: dict[int, float] = {}
@@ -68,10 +69,6 @@ class ResendWindow:
         """How many calls would be sent again to another server."""
         return len(self._sent)
 
-    def server_of(self, shard: int) -> str | None:
-        """The shard's server as of the last check. Read it before sending, because another one may take over then."""
-        return self._servers[shard] if self._servers else None
-
     def send(
         self,
         shard: int,
@@ -80,7 +77,7 @@ class ResendWindow:
         *what: Any,
     ) -> Steps[PushResult]:
         """Send something without payload, and `remember` it if that has changed anything."""
-        server_id = self.server_of(shard)
+        server_id = self.servers.get(shard)
         result = yield from first_send
         if result.codes:
             server_id = None if self._is_missed(shard, result) else server_id  # None: it is in doubt
@@ -130,16 +127,15 @@ class ResendWindow:
         changes them. False when the server had no room for some of it, no memory, or not (yet) its group: check again.
         """
         asked = clock.now()  # sending again may take long, and the servers may be others by then
-        servers: Sequence[str | None] = yield ServerIds(shards)
+        servers = dict(enumerate((yield ServerIds(shards))))
         with self._lock:
             in_doubt = [sent for sent in self._sent if sent.server_id != servers[sent.shard]]
         in_doubt.sort(key=lambda sent: not sent.opens)
-        for shard, (before, now) in enumerate(zip(self._servers, servers, strict=False)):
-            if before != now:
-                self._settled[shard] = asked + SETTLE_S
-        if in_doubt or servers != (self._servers or servers):
+        replaced = [shard for shard, before in self.servers.items() if before != servers[shard]]
+        self._settled |= dict.fromkeys(replaced, asked + SETTLE_S)
+        if in_doubt or replaced:
             yield from first()
-        self._servers = servers
+        self.servers = servers
         refused: Counter[int] = Counter()  # by shard
         lost = self.missed = 0
         for sent in in_doubt:
@@ -180,10 +176,9 @@ class ResendWindow:
 
     def are_same(self, shards: Sequence[ShardKeys]) -> Steps[bool]:
         """Whether the servers are those of the last check."""
-        servers: Sequence[str | None] = yield ServerIds(shards)
-        return servers == self._servers
+        return dict(enumerate((yield ServerIds(shards)))) == self.servers
 
-    def _trim(self, servers: Sequence[str | None], oldest_kept: float) -> None:
+    def _trim(self, servers: Mapping[int, str | None], oldest_kept: float) -> None:
         with self._lock:
             while self._sent and self._sent[0].when < oldest_kept:
                 if self._sent[0].server_id != servers[self._sent[0].shard]:

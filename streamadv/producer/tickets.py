@@ -96,6 +96,16 @@ def _ticket_type() -> TypeAdapter[Ticket]:
     return TypeAdapter(Annotated[Ticket, AfterValidator(_of_some_group)])
 
 
+def checked_ticket(ticket: Ticket) -> Ticket:
+    """A copy. Raises TrajectoryError unless there may be such a group."""
+    try:
+        return _ticket_type().validate_python(
+            {item.name: getattr(ticket, item.name) for item in fields(ticket)}
+        )
+    except ValueError as error:
+        raise TrajectoryError(f"ticket: {first_problem(error)}") from None
+
+
 def _of_some_group(ticket: Ticket) -> Ticket:
     """Raises ValueError for numbers that no group has: a push to more slots would wait for room without end."""
     most = 2 * MAX_GROUP_SIZE
@@ -191,8 +201,16 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
     group_id = new_group_id() if request.group_id is None else request.group_id
     source, metadata = request.data_source, {} if request.metadata is None else request.metadata
-    is_plain_one = is_plain_group(group_id, source) and request.round is None
-    if is_plain_one and type(metadata) is dict and is_plain(metadata, depth=1):
+    is_plain_id = (
+        type(group_id) is str and _PLAIN_ID.fullmatch(group_id) is not None and request.round is None
+    )
+    is_source = type(source) is str and len(source) <= MAX_SHORT_TEXT and source.isascii()
+    if (
+        is_plain_id
+        and (source is None or is_source)
+        and type(metadata) is dict
+        and is_plain(metadata, depth=1)
+    ):
         metadata = dict(metadata)
     else:
         fields = {"group_id": group_id, "data_source": source, "metadata": metadata}
@@ -209,13 +227,6 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
     deadline_s = None if request.deadline_s is None else float(request.deadline_s)
     columns = request.columns.size if isinstance(request.columns, GroupColumns) else 0
     return GroupSpec(group_id, size, slots, source, deadline_s, role, request.round, columns, metadata)
-
-
-def is_plain_group(group_id: Any, data_source: Any) -> bool:
-    """Whether these need no further checks."""
-    is_plain_id = type(group_id) is str and _PLAIN_ID.fullmatch(group_id) is not None
-    is_source = type(data_source) is str and len(data_source) <= MAX_SHORT_TEXT and data_source.isascii()
-    return is_plain_id and (data_source is None or is_source)
 
 
 def check_score(

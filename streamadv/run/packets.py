@@ -26,9 +26,10 @@ PACKET_FIELDS: Final = (b"group_id", b"payload", b"bytes", b"epoch", b"members",
 USABLE: Final = "usable"
 #: Most a run may allow for `max_trajectory_bytes`.
 MAX_BYTES: Final = 1 << 30
+#: What a group can have as its id, see `trajectory.fields.GroupId`.
+GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f}]{1,200}")
 
 _SPACE: Final = re.compile(r"\s")
-_GROUP_ID: Final = re.compile(r"[^\s\x00-\x1f}]{1,200}")  # see `trajectory.fields.GroupId`
 _NUMBER: Final = re.compile(rb"0|[1-9][0-9]{0,9}")
 _EPOCH: Final = re.compile(rb"0|[1-9][0-9]{0,14}")
 _KIND: Final = "usable|unscorable|failed|aborted|cancelled"
@@ -65,7 +66,7 @@ def read_packet(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> StreamPa
     except UnicodeDecodeError:
         raise WireError("group_id or payload is no UTF-8") from None
     group_id, payload, lines = packet
-    if not is_group_id(group_id) or run.keys.shard_of(group_id) != shard:
+    if not GROUP_ID.fullmatch(group_id) or run.keys.shard_of(group_id) != shard:
         raise WireError(f"group_id is {brief(group_id)}, needs the id of a group of shard {shard}")
     if not _NUMBER.fullmatch(size) or int(size) > MAX_BYTES:
         raise WireError(f"bytes is {brief(size)}, needs 0..{MAX_BYTES}")
@@ -110,11 +111,6 @@ def rewards_of_whole(members: Sequence[MemberLine]) -> list[float]:
         if role != Role.BASELINE:
             rewards.append(reward)
     return rewards
-
-
-def is_group_id(text: str) -> bool:
-    """Whether a group can have this id."""
-    return _GROUP_ID.fullmatch(text) is not None
 
 
 def is_payload_key(keys: ShardKeys, key: str) -> bool:

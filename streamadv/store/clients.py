@@ -6,9 +6,7 @@ and cuts reads off after 5 s).
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, cast
 
@@ -24,29 +22,11 @@ from redis.backoff import FullJitterBackoff, NoBackoff
 from redis.retry import Retry
 
 from .. import doors
-from .exchange import (
-    Packer,
-    Payloads,
-    Piece,
-    Pool,
-    pack_transaction,
-    replies,
-    texts,
-    transaction_result,
-)
-from .retry import classified, not_now
+from .exchange import SENT_AGAIN_ON, Client, Packer, Pool, executed, texts
+from .retry import not_now
 from .urls import Target
 
 SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
-# redis-py 5 retries after a lost reply only for listed errors. A listed error also closes its connection, which after
-# READONLY leads to a former primary.
-SENT_AGAIN_ON: Final = (
-    redis.exceptions.ConnectionError,
-    redis.exceptions.TimeoutError,
-    redis.exceptions.ReadOnlyError,
-)
-#: Seconds before what was sent is sent again, at most.
-AGAIN_S: Final = 0.1
 #: Connections of one client; further callers wait. `?max_connections=` in the URL changes it.
 MAX_CONNECTIONS: Final = 32
 
@@ -100,128 +80,8 @@ class _ClusterClient(redis.cluster.RedisCluster):
         pipe: Any = super().pipeline(*args, **options)  # type: ignore[no-untyped-call]
         send = pipe.execute_command
         pipe.execute_command = lambda *args, **options: send(*texts(args), **options)
-        pipe.execute = partial(_executed, pipe.execute)
+        pipe.execute = partial(executed, pipe.execute)
         return pipe
-
-
-def _executed(execute: Callable[..., list[Any]], *args: Any, **options: Any) -> list[Any]:
-    """What `execute` of a pipeline of redis-py returns or raises, with errors as `classified`."""
-    with not_now():
-        replies = execute(*args, **options)
-    refusal = redis.exceptions.ResponseError
-    return [classified(reply) if isinstance(reply, refusal) else reply for reply in replies]
-
-
-def _packed(commands: Iterable[Sequence[Any]]) -> list[Piece]:
-    return [piece for args in commands for piece in Packer().pack(*args)]
-
-
-class Client(redis.Redis):
-    """A client of one server. What it sends goes past redis-py, which records and looks up much for each command."""
-
-    attempts = 1  # at sending what goes past redis-py
-
-    def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
-        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
-        return self._exchange(*pack_transaction(payloads, call), transaction_result, call)
-
-    def execute_command(self, *args: Any, **options: Any) -> Any:
-        """As redis-py's client."""
-        return self.execute_together([(args, options)])[0]
-
-    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
-        """As redis-py's client."""
-        return _Pipeline(self, transaction)
-
-    def execute_together(
-        self, commands: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], raise_on_error: bool = True
-    ) -> list[Any]:
-        """Results of commands sent in one piece, each given as its arguments and redis-py's options.
-
-        Raises the first error there is, or has each one among the results. ReadOnlyError is raised in any case, so that
-        the connection, which leads to a former primary, is given up.
-        """
-        raised = Exception if raise_on_error else redis.exceptions.ReadOnlyError
-
-        def results_of(replies: list[Any]) -> Any:
-            results = [self._result_of(*pair) for pair in zip(replies, commands, strict=True)]
-            return next((result for result in results if isinstance(result, raised)), results)
-
-        pieces = _packed([args for args, _ in commands])
-        results: list[Any] = self._exchange(pieces, len(commands), results_of)
-        return results
-
-    def _result_of(self, reply: Any, command: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
-        """What redis-py makes of a reply; an error as `classified`."""
-        args, options = command
-        if isinstance(reply, redis.exceptions.ResponseError):
-            return classified(reply, args)
-        if args[0] not in self.response_callbacks:
-            return reply
-        others = {name: value for name, value in options.items() if name != "keys"}  # for redis-py's cache
-        return self.response_callbacks[args[0]](reply, **others)
-
-    def read(self, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
-        """Replies to commands that write nothing, each as soon as it has come; a refusal as an error among them.
-
-        Who does not take all of them closes the iterator. Asks once: raises ConnectionError or TimeoutError.
-        """
-        pool: Any = self.connection_pool
-        connection = pool.get_connection()
-        try:
-            with closing(replies(connection, [b"".join(_packed(commands))], len(commands))) as incoming:
-                for command, reply in zip(commands, incoming, strict=True):
-                    is_refused = isinstance(reply, redis.exceptions.ResponseError)
-                    yield classified(reply, command) if is_refused else reply
-        finally:
-            pool.release(connection)
-
-    def _exchange(
-        self,
-        pieces: Sequence[Piece],
-        count: int,
-        result_of: Callable[[list[Any]], Any],
-        sent: Sequence[Any] = (),
-    ) -> Any:
-        """Send commands, and return or raise what `result_of` makes of so many replies. sent: the one that may fail.
-
-        Again on the errors, and as often, as redis-py was told.
-        """
-        pool: Any = self.connection_pool
-        connection = pool.get_connection()
-        attempts = self.attempts
-        try:
-            while True:
-                attempts -= 1
-                try:
-                    result = result_of(list(replies(connection, pieces, count)))
-                    if isinstance(result, Exception):
-                        raise result
-                    return result
-                except SENT_AGAIN_ON:
-                    connection.disconnect()
-                    if not attempts:
-                        raise
-                    doors.sleep(AGAIN_S * random.random())
-        except redis.exceptions.ResponseError as error:
-            raise classified(error, sent) from None
-        finally:
-            pool.release(connection)
-
-
-class _Pipeline(redis.client.Pipeline):
-    """Commands, which without MULTI are sent as a `Client` sends."""
-
-    def __init__(self, client: Client, transaction: bool) -> None:
-        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
-        self._client, self._has_multi = client, transaction
-
-    def execute(self, raise_on_error: bool = True) -> list[Any]:
-        """As redis-py's, with errors as `classified`."""
-        if self._has_multi or self.watching or self.explicit_transaction or self.scripts:
-            return _executed(super().execute, raise_on_error)
-        commands, self.command_stack = self.command_stack, []
-        return self._client.execute_together(commands, raise_on_error) if commands else []
 
 
 class _MasterConnection(redis.sentinel.SentinelManagedConnection):

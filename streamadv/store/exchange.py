@@ -1,4 +1,4 @@
-"""A call and its replies over one of redis-py's connections, without redis-py's bookkeeping per command.
+"""The client of one server: calls and their replies over redis-py's connections, without its bookkeeping per command.
 
 That bookkeeping costs as much as packing and sending a small call. Calls are packed in Redis' protocol (RESP2), with
 large values sent from where they lie: redis-py with hiredis copies every value twice before it sends it. For
@@ -8,8 +8,9 @@ trajectories of 32,768 tokens these copies are most of a producer's cost. Redis 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -18,28 +19,34 @@ import redis
 import redis.exceptions
 from redis.exceptions import DataError, InvalidResponse
 
-from .retry import classified, closed_under_way
+from .. import doors
+from .retry import classified, closed_under_way, not_now
+
+# redis-py 5 retries after a lost reply only for listed errors. A listed error also closes its connection, which after
+# READONLY leads to a former primary.
+SENT_AGAIN_ON: Final = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+)
+#: Seconds before what was sent is sent again, at most.
+AGAIN_S: Final = 0.1
 
 
 class _Stack:
-    """A `queue.LifoQueue` as redis-py's pool uses it, with locks of C alone."""
+    """What redis-py's pool fills as a `queue.LifoQueue`, with locks of C alone: `Pool` takes from it."""
 
     def __init__(self, maxsize: int) -> None:
         self.queue: list[Any] = []
         self._maxsize = maxsize
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item
-
-    def get(self) -> Any:
-        """The item put last; waits for one."""
-        self._tokens.get()
-        return self.queue.pop()
+        self.tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item
 
     def put_nowait(self, item: Any) -> None:
         """Raises queue.Full."""
         if len(self.queue) >= self._maxsize:
             raise queue.Full
         self.queue.append(item)
-        self._tokens.put(None)
+        self.tokens.put(None)
 
 
 class Pool(redis.BlockingConnectionPool):
@@ -54,7 +61,9 @@ class Pool(redis.BlockingConnectionPool):
         Raises what a server refuses the connection with, as `classified`.
         """
         self._checkpid()
-        connection: Any = self.pool.get() or cast(Any, self).make_connection()
+        pool: Any = self.pool  # a process that is forked has another one
+        pool.tokens.get()
+        connection: Any = pool.queue.pop() or cast(Any, self).make_connection()
         try:
             if connection._sock is None:
                 connection.connect()
@@ -101,6 +110,126 @@ def replies(connection: Any, pieces: Sequence[Piece], count: int) -> Generator[A
         connection.disconnect()
         with closed_under_way():
             raise
+
+
+def executed(execute: Callable[..., list[Any]], *args: Any, **options: Any) -> list[Any]:
+    """What `execute` of a pipeline of redis-py returns or raises, with errors as `classified`."""
+    with not_now():
+        results = execute(*args, **options)
+    refusal = redis.exceptions.ResponseError
+    return [classified(result) if isinstance(result, refusal) else result for result in results]
+
+
+def _packed(commands: Iterable[Sequence[Any]]) -> list[Piece]:
+    return [piece for args in commands for piece in Packer().pack(*args)]
+
+
+class Client(redis.Redis):
+    """A client of one server. What it sends goes past redis-py, which records and looks up much for each command."""
+
+    attempts = 1  # at sending what goes past redis-py
+
+    def transact(self, payloads: Payloads, call: Sequence[Any]) -> Any:
+        """MULTI: write the hashes, then make `call`, whose reply is returned. Raises the first error there was."""
+        return self._exchange(*pack_transaction(payloads, call), transaction_result, call)
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """As redis-py's client."""
+        return self.execute_together([(args, options)])[0]
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
+        """As redis-py's client."""
+        return _Pipeline(self, transaction)
+
+    def execute_together(
+        self, commands: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], raise_on_error: bool = True
+    ) -> list[Any]:
+        """Results of commands sent in one piece, each given as its arguments and redis-py's options.
+
+        Raises the first error there is, or has each one among the results. ReadOnlyError is raised in any case, so that
+        the connection, which leads to a former primary, is given up.
+        """
+        raised = Exception if raise_on_error else redis.exceptions.ReadOnlyError
+
+        def results_of(replies: list[Any]) -> Any:
+            results = [self._result_of(*pair) for pair in zip(replies, commands, strict=True)]
+            return next((result for result in results if isinstance(result, raised)), results)
+
+        pieces = _packed([args for args, _ in commands])
+        results: list[Any] = self._exchange(pieces, len(commands), results_of)
+        return results
+
+    def _result_of(self, reply: Any, command: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
+        """What redis-py makes of a reply; an error as `classified`."""
+        args, options = command
+        if isinstance(reply, redis.exceptions.ResponseError):
+            return classified(reply, args)
+        if args[0] not in self.response_callbacks:
+            return reply
+        others = {name: value for name, value in options.items() if name != "keys"}  # for redis-py's cache
+        return self.response_callbacks[args[0]](reply, **others)
+
+    def read(self, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
+        """Replies to commands that write nothing, each as soon as it has come; a refusal as an error among them.
+
+        Who does not take all of them closes the iterator. Asks once: raises ConnectionError or TimeoutError.
+        """
+        pool: Any = self.connection_pool
+        connection = pool.get_connection()
+        try:
+            with closing(replies(connection, [b"".join(_packed(commands))], len(commands))) as incoming:
+                for command, reply in zip(commands, incoming, strict=True):
+                    is_refused = isinstance(reply, redis.exceptions.ResponseError)
+                    yield classified(reply, command) if is_refused else reply
+        finally:
+            pool.release(connection)
+
+    def _exchange(
+        self,
+        pieces: Sequence[Piece],
+        count: int,
+        result_of: Callable[[list[Any]], Any],
+        sent: Sequence[Any] = (),
+    ) -> Any:
+        """Send commands, and return or raise what `result_of` makes of so many replies. sent: the one that may fail.
+
+        Again on the errors, and as often, as redis-py was told.
+        """
+        pool: Any = self.connection_pool
+        connection = pool.get_connection()
+        attempts = self.attempts
+        try:
+            while True:
+                attempts -= 1
+                try:
+                    result = result_of(list(replies(connection, pieces, count)))
+                    if isinstance(result, Exception):
+                        raise result
+                    return result
+                except SENT_AGAIN_ON:
+                    connection.disconnect()
+                    if not attempts:
+                        raise
+                    doors.sleep(AGAIN_S * random.random())
+        except redis.exceptions.ResponseError as error:
+            raise classified(error, sent) from None
+        finally:
+            pool.release(connection)
+
+
+class _Pipeline(redis.client.Pipeline):
+    """Commands, which without MULTI are sent as a `Client` sends."""
+
+    def __init__(self, client: Client, transaction: bool) -> None:
+        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
+        self._client, self._has_multi = client, transaction
+
+    def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """As redis-py's, with errors as `classified`."""
+        if self._has_multi or self.watching or self.explicit_transaction or self.scripts:
+            return executed(super().execute, raise_on_error)
+        commands, self.command_stack = self.command_stack, []
+        return self._client.execute_together(commands, raise_on_error) if commands else []
 
 
 #: Keys of hashes and their fields: bytes, an array, or a tuple of arrays that lie end to end.
@@ -178,7 +307,8 @@ def pack_transaction(payloads: Payloads, call: Sequence[Any]) -> tuple[list[Piec
             size += length
         payload.append(_PEXPIRE % (len(key), key))
         pieces += payload if size >= LARGE else [b"".join(payload)]
-    return [*pieces, b"\r\n", *Packer().pack(*call), b"*1\r\n$4\r\nEXEC\r\n"], 3 + 2 * len(payloads)
+    packed = hiredis.pack_command(tuple(texts(call)))
+    return [*pieces, b"\r\n", packed, b"*1\r\n$4\r\nEXEC\r\n"], 3 + 2 * len(payloads)
 
 
 @lru_cache(256)

@@ -90,7 +90,9 @@ class _Single:
         self._name = name
 
     def __get__(self, shard: ShardKeys, owner: type) -> str:
-        return f"{{{shard.tag}}}:{self._name}"
+        """Asked once for each shard, which then has the key itself."""
+        key: str = shard.__dict__.setdefault(self._name, f"{{{shard.tag}}}:{self._name}")
+        return key
 
 
 def _many(kind: str) -> Callable[[ShardKeys, str], str]:
@@ -102,7 +104,7 @@ def _many(kind: str) -> Callable[[ShardKeys, str], str]:
     return key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardKeys:
     """Keys of one shard. Attributes are keys, methods take the id of what they name."""
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
-from .clients import Client
+from .exchange import Client
 
 
 def replies_of(pipe: Any) -> list[Any]:

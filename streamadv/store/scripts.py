@@ -48,9 +48,8 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import NoScriptError
 
-from .clients import Client
 from .connection import AsyncConnection, Connection
-from .exchange import UNREGISTERED_MS, Payloads, as_buffer
+from .exchange import UNREGISTERED_MS, Client, Payloads, as_buffer
 from .keys import EntryKeys, ShardKeys
 from .retry import RETRYABLE, not_now
 
@@ -110,18 +109,8 @@ class ScriptCall(NamedTuple):
     """One call of a script, ready to be sent by a sync or an asyncio client."""
 
     script: Script
-    keys: Sequence[str]
-    args: Sequence[Any]
-
-    @property
-    def by_text(self) -> tuple[Any, ...]:
-        """Arguments of EVAL, for a server that does not know the script."""
-        return (self.script.text, len(self.keys), *self.keys, *self.args)
-
-    @property
-    def by_hash(self) -> tuple[Any, ...]:
-        """Arguments of EVALSHA."""
-        return (self.script.sha, len(self.keys), *self.keys, *self.args)
+    arguments: Sequence[Any]
+    """Of EVALSHA behind the hash, and of EVAL behind the text, for a server that does not know the script."""
 
 
 @cache
@@ -232,7 +221,7 @@ def script_call(
             names[place] = given if key.from_caller else getattr(keys, key.name)(given)
     if caller_keys:
         raise TypeError(f"script {name} takes no {', '.join(caller_keys)}")
-    return ScriptCall(load(name), names, args)
+    return ScriptCall(load(name), [len(names), *names, *args])
 
 
 # Sending calls: by hash, by text if the server does not know the script, or with payloads in one MULTI
@@ -241,17 +230,17 @@ def script_call(
 def run_script(client: Any, call: ScriptCall) -> Any:
     """Execute `call`, sending the text once to a server that does not know the hash."""
     try:
-        return client.evalsha(*call.by_hash)
+        return client.evalsha(call.script.sha, *call.arguments)
     except NoScriptError:
-        return client.eval(*call.by_text)
+        return client.eval(call.script.text, *call.arguments)
 
 
 async def run_script_async(client: Any, call: ScriptCall) -> Any:
     """`run_script` for an asyncio client."""
     try:
-        return await client.evalsha(*call.by_hash)
+        return await client.evalsha(call.script.sha, *call.arguments)
     except NoScriptError:
-        return await client.eval(*call.by_text)
+        return await client.eval(call.script.text, *call.arguments)
 
 
 def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
@@ -262,15 +251,15 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
     client: Any = connection.push
     if isinstance(client, Client):
         try:
-            return client.transact(payloads, ("EVALSHA", *call.by_hash))
+            return client.transact(payloads, ("EVALSHA", call.script.sha, *call.arguments))
         except NoScriptError:
-            return client.eval(*call.by_text)
+            return client.eval(call.script.text, *call.arguments)
     try:
         with not_now():
             try:
                 return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
             except NoScriptError:
-                return client.eval(*call.by_text)
+                return client.eval(call.script.text, *call.arguments)
     except RETRYABLE:
         connection.note_failed_push()
         raise
@@ -280,16 +269,16 @@ async def run_transaction_async(connection: AsyncConnection, payloads: Payloads,
     """`run_transaction` for asyncio."""
     if (pipelined := connection.pipelined) is not None:
         try:
-            return await pipelined.transact(payloads, ("EVALSHA", *call.by_hash))
+            return await pipelined.transact(payloads, ("EVALSHA", call.script.sha, *call.arguments))
         except NoScriptError:
-            return await pipelined.eval(*call.by_text)
+            return await pipelined.eval(call.script.text, *call.arguments)
     try:
         with not_now():
             try:
                 async with connection.push.pipeline(transaction=True) as pipe:
                     return (await _fill(pipe, payloads, call).execute())[-1]
             except NoScriptError:
-                return await connection.push.eval(*call.by_text)
+                return await connection.push.eval(call.script.text, *call.arguments)
     except RETRYABLE:
         await connection.note_failed_push()
         raise
@@ -299,7 +288,7 @@ def _fill(pipe: Any, payloads: Payloads, call: ScriptCall) -> Any:
     for key, fields in payloads:
         pipe.hset(key, mapping={name: as_buffer(value) for name, value in fields.items()})
         pipe.pexpire(key, UNREGISTERED_MS)
-    pipe.execute_command("EVALSHA", *call.by_hash)  # a cluster's pipeline has no `evalsha`
+    pipe.execute_command("EVALSHA", call.script.sha, *call.arguments)  # a cluster's pipeline has no `evalsha`
     return pipe
 
 
@@ -323,7 +312,7 @@ def server_ids_with(
     calls = _server_id_calls(connection, shards)
     if connection.is_cluster:
         return _ids([run_script(connection.scripts, call) for call in calls], len(shards)), pipe.execute()
-    pipe.execute_command("EVALSHA", *calls[0].by_hash)
+    pipe.execute_command("EVALSHA", calls[0].script.sha, *calls[0].arguments)
     *replies, server_id = pipe.execute(raise_on_error=False)
     if isinstance(server_id, NoScriptError):
         server_id = run_script(connection.scripts, calls[0])

@@ -63,7 +63,7 @@ LARGEST: Final = sys.float_info.max
 #: Entries of a mask that are summed faster than cut into blocks.
 _SHORT_MASK: Final = 1 << 16
 #: Bytes of a column up to which argmin and argmax are quicker than a reduction. They copy what is read-only.
-_SHORT_COLUMN: Final = 128 << 10
+SHORT_COLUMN: Final = 128 << 10
 
 #: The type of a list's values that struct writes in a dtype as numpy would, and its format.
 _PACKED: Final[dict[np.dtype[Any], tuple[type, str]]] = {
@@ -135,27 +135,17 @@ def check_values(name: str, array: Array) -> None:
     if array.dtype.kind == "f" and array.size:
         most = LOG_PROB_ROUNDING if name in LOG_PROBS else LARGEST
         # With a NaN both are NaN, and no comparison holds.
-        if not (_least(array) >= -LARGEST and _greatest(array) <= most):
+        if not (_extreme(array, np.minimum) >= -LARGEST and _extreme(array, np.maximum) <= most):
             finite = np.isfinite(array)
             first = int(np.flatnonzero(~finite if not finite.all() else array > most)[0])
             needs = "at most 0: it is the logarithm of a probability" if finite.all() else "finite numbers"
             raise ValueError(f"is {array[first]} at token {first}, needs {needs}")
-    elif name == "response_mask" and array.size and _greatest(array) > 1:
+    elif name == "response_mask" and array.size and _extreme(array, np.maximum) > 1:
         first = int(np.flatnonzero(array > 1)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs 0 or 1")
-    elif name == "input_ids" and array.size and _least(array) < 0:
+    elif name == "input_ids" and array.size and _extreme(array, np.minimum) < 0:
         first = int(np.flatnonzero(array < 0)[0])
         raise ValueError(f"is {array[first]} at token {first}, needs an id from 0 on: rows are not padded")
-
-
-def check_together(columns: Sequence[Mapping[str, Array]]) -> None:
-    """`check_values` of the columns of rows; of short ones together, as a call costs more than what it looks at."""
-    for name in {name: None for row in columns for name in row}:
-        arrays = [row[name] for row in columns if name in row]
-        if len(arrays) > 1 and sum(array.nbytes for array in arrays) <= _SHORT_COLUMN:
-            arrays = [np.concatenate(arrays)]
-        for array in arrays:
-            check_values(name, array)
 
 
 def versions_of(
@@ -169,20 +159,15 @@ def versions_of(
         trained = [row["versions"][row["response_mask"].view(np.bool_)] for row in rows]
         versions = trained[0] if len(rows) == 1 else np.concatenate(trained)
         if len(versions):
-            return max(0, _least(versions)), max(0, _greatest(versions))
+            return max(0, _extreme(versions, np.minimum)), max(0, _extreme(versions, np.maximum))
     return (stated, stated) if isinstance(stated, int) else stated
 
 
-def _least(array: Array) -> Any:
-    return (
-        array.item(array.argmin()) if array.nbytes <= _SHORT_COLUMN else np.minimum.reduce(array, None).item()
-    )
-
-
-def _greatest(array: Array) -> Any:
-    return (
-        array.item(array.argmax()) if array.nbytes <= _SHORT_COLUMN else np.maximum.reduce(array, None).item()
-    )
+def _extreme(array: Array, reduce: np.ufunc) -> Any:
+    """The least or the greatest value. reduce: np.minimum or np.maximum."""
+    if array.nbytes > SHORT_COLUMN:
+        return reduce.reduce(array, None).item()
+    return array.item(array.argmin() if reduce is np.minimum else array.argmax())
 
 
 def count_ones(mask: Array, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -281,7 +266,7 @@ def cast_array(array: Array, dtype: np.dtype[Any]) -> Array:
             raise ValueError("holds fractions, needs whole numbers")
         least, most = _RANGES[dtype]
         # Python compares its own numbers exactly, numpy in the array's dtype.
-        if array.size and (_greatest(array) > most or _least(array) < least):
+        if array.size and (_extreme(array, np.maximum) > most or _extreme(array, np.minimum) < least):
             raise ValueError(f"holds values outside {least}..{most}")
         return array.astype(dtype)
     with np.errstate(over="ignore"):  # overflow becomes inf and is reported as such

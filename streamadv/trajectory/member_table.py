@@ -22,14 +22,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ..errors import WireError
 from ..messages import brief, one_line
-from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS
+from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS, versions_of
 from .fields import MAX_SHORT_TEXT
 from .members import (
     BASELINE,
@@ -37,9 +37,13 @@ from .members import (
     HAS_REWARD,
     HAS_VERSION,
     MEMBER,
+    NO_STATE,
+    NO_STEPS,
+    ROLE_FLAGS,
     ROW,
     STATUSES,
     STEP,
+    Checked,
     Members,
     Named,
     join_named,
@@ -57,6 +61,9 @@ MIN_TOKEN_BYTES: Final = sum(KNOWN_COLUMNS[name].itemsize for name in REQUIRED_C
 MAX_NAMED_REWARDS: Final = MAX_PACKET_MEMBERS * MAX_REWARDS
 
 _HEAD: Final = struct.Struct("<IIII")
+_MEMBER: Final = struct.Struct("<HBBIIIdqqqq")
+_ROW: Final = struct.Struct("<II")
+_STEP: Final = struct.Struct("<IIIId")
 _SIZE_BYTES: Final = 4  # of the first field
 # Flags of a table.
 _MANY_ROWS: Final = 1
@@ -66,6 +73,36 @@ _CONTEXT_BYTES: Final = 25
 _ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION | EVAL
 #: Texts up to this size are parsed once: most packets of a run have the same.
 _CACHED_TEXT: Final = 1024
+
+
+def members_of(trajectories: Sequence[Checked], sizes: Sequence[int]) -> Members:
+    """Usable trajectories as members. sizes: payload bytes of each. Nothing is checked."""
+    records, rows, steps = [], list[tuple[int, int]](), []
+    states: dict[str, int] = {}
+    for one, size in zip(trajectories, sizes, strict=True):
+        columns = [row.columns for row in one.rows]
+        counts = [(len(row["input_ids"]), int(np.count_nonzero(row["response_mask"]))) for row in columns]
+        rows += counts
+        versions, reward = versions_of(one.model_version, columns), 0.0 if one.reward is None else one.reward
+        flags = ROLE_FLAGS[one.role] | HAS_REWARD * (one.reward is not None)
+        flags |= HAS_VERSION * (versions is not None)
+        record = (one.rollout_index, STATUSES.index(one.status), flags, len(counts), len(one.steps), size)
+        tokens, trainable = map(sum, zip(*counts, strict=True))
+        records.append(_MEMBER.pack(*record, reward, *(versions or (0, 0)), tokens, trainable))
+        for row, start, end, step_reward, key in one.steps:
+            state = NO_STATE if key is None else states.setdefault(key, len(states))
+            steps.append(_STEP.pack(row, start, end, state, step_reward))
+    named = dict.fromkeys(chain.from_iterable([one.rewards for one in trajectories]))
+    extras = [row.extras for one in trajectories for row in one.rows]
+    counted = [name for name, column in extras[0].items() if not column.per_token] if extras else ()
+    return Members(
+        np.frombuffer(b"".join(records), MEMBER),
+        np.frombuffer(b"".join([_ROW.pack(*pair) for pair in rows]), ROW),
+        np.frombuffer(b"".join(steps), STEP) if steps else NO_STEPS,
+        tuple(states),
+        {name: np.array([one.rewards.get(name, np.nan) for one in trajectories]) for name in named},
+        {name: np.array([len(row[name].data) for row in extras], np.uint32) for name in counted},
+    )
 
 
 def encode_table(members: Members, columns: Sequence[str]) -> bytes:

@@ -5,7 +5,6 @@ A `Reference` is one of them as users see it.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WireError
-from .columns import KNOWN_COLUMNS, Array, versions_of
+from .columns import KNOWN_COLUMNS, Array
 from .schema import Column, Role, Row, Status, Step, Trajectory
 
 MEMBER: Final = np.dtype(
@@ -27,13 +26,10 @@ MEMBER: Final = np.dtype(
         *(("tokens", "<i8"), ("trainable", "<i8")),
     ]
 )
-_RECORD: Final = struct.Struct("<HBBIIIdqqqq")  # a MEMBER
 ROW: Final = np.dtype([("tokens", "<u4"), ("trainable", "<u4")])
 STEP: Final = np.dtype(
     [("row", "<u4"), ("start", "<u4"), ("end", "<u4"), ("state", "<u4"), ("reward", "<f8")]
 )
-_ROW: Final = struct.Struct("<II")
-_STEP: Final = struct.Struct("<IIIId")
 #: `state` of a step without a state_key.
 NO_STATE: Final = 0xFFFFFFFF
 
@@ -301,43 +297,6 @@ class Checked(NamedTuple):
         fields["rows"] = [CheckedRow.of(row) for row in trajectory.rows]
         fields["steps"] = [StepSpan.of(step) for step in trajectory.steps]
         return cls(**fields, scored=trajectory.scored)
-
-    @property
-    def kind(self) -> str:
-        """usable, or why the slot ends without a trajectory: failed, aborted, unscorable."""
-        if self.status not in (Status.COMPLETED, Status.TRUNCATED):
-            return str(self.status)
-        return "unscorable" if self.reward is None and self.scored else "usable"
-
-
-def members_of(trajectories: Sequence[Checked], sizes: Sequence[int]) -> Members:
-    """Usable trajectories as members. sizes: payload bytes of each. Nothing is checked."""
-    records, rows, steps = [], list[tuple[int, int]](), []
-    states: dict[str, int] = {}
-    for one, size in zip(trajectories, sizes, strict=True):
-        columns = [row.columns for row in one.rows]
-        counts = [(len(row["input_ids"]), int(np.count_nonzero(row["response_mask"]))) for row in columns]
-        rows += counts
-        versions, reward = versions_of(one.model_version, columns), 0.0 if one.reward is None else one.reward
-        flags = ROLE_FLAGS[one.role] | HAS_REWARD * (one.reward is not None)
-        flags |= HAS_VERSION * (versions is not None)
-        record = (one.rollout_index, STATUSES.index(one.status), flags, len(counts), len(one.steps), size)
-        tokens, trainable = map(sum, zip(*counts, strict=True))
-        records.append(_RECORD.pack(*record, reward, *(versions or (0, 0)), tokens, trainable))
-        for row, start, end, step_reward, key in one.steps:
-            state = NO_STATE if key is None else states.setdefault(key, len(states))
-            steps.append(_STEP.pack(row, start, end, state, step_reward))
-    named = dict.fromkeys(chain.from_iterable([one.rewards for one in trajectories]))
-    extras = [row.extras for one in trajectories for row in one.rows]
-    counted = [name for name, column in extras[0].items() if not column.per_token] if extras else ()
-    return Members(
-        np.frombuffer(b"".join(records), MEMBER),
-        np.frombuffer(b"".join([_ROW.pack(*pair) for pair in rows]), ROW),
-        np.frombuffer(b"".join(steps), STEP) if steps else NO_STEPS,
-        tuple(states),
-        {name: np.array([one.rewards.get(name, np.nan) for one in trajectories]) for name in named},
-        {name: np.array([len(row[name].data) for row in extras], np.uint32) for name in counted},
-    )
 
 
 # One by one

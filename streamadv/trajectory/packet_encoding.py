@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter, itemgetter
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from pydantic_core import from_json, to_json
@@ -15,10 +15,10 @@ from pydantic_core import from_json, to_json
 from ..errors import TrajectoryError
 from ..messages import brief
 from .columns import HEADER, Array
-from .member_table import decode_table, encode_table
-from .members import STEP, Checked, CheckedRow, members_of, offsets, spans
+from .member_table import decode_table, encode_table, members_of
+from .members import STATUSES, STEP, Checked, offsets, spans
 from .packet import MAX_PACKET_MEMBERS, REWARD
-from .schema import Column, Role
+from .schema import Role
 
 #: Size limit of a packet, as MAX_PACKET_MEMBERS; a single larger trajectory is a packet of its own.
 MAX_PACKET_BYTES: Final = 256 << 10
@@ -43,15 +43,6 @@ class Packet(NamedTuple):
     fields: dict[Any, Any]  # of the payload: name -> array, tuple of arrays (end to end) or bytes
     parts: Sequence[Any] = ()  # what it was made of, for `merge_packets`; () for one that stays as it is
 
-    def frozen(self) -> tuple[Any, ...]:
-        """For `thaw`: nothing but plain tuples, so that the garbage collector leaves it alone while it is kept."""
-        return (*self[:5], tuple(self.fields.items()))
-
-    @classmethod
-    def thaw(cls, frozen: tuple[Any, ...]) -> Self:
-        """The packet of which `frozen` made this."""
-        return cls._make((*frozen[:-1], dict(frozen[-1]), ()))
-
 
 class Part(NamedTuple):
     """What a trajectory adds to its packet."""
@@ -69,11 +60,11 @@ class Part(NamedTuple):
 
 
 def encode_packets(trajectories: Sequence[Checked], limit: int, filter_by: str = REWARD) -> list[Packet]:
-    """Packets of the trajectories of one group, to be sent in this order.
+    """Packets of the trajectories of one group, to be sent in this order; their extra columns are as the run has them.
 
     If a rollout_index stands in two trajectories, the second one is in a later packet. Raises TrajectoryError for more
-    than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, for rows that differ in their columns, and
-    for a trajectory without the number `filter_by`.
+    than `limit` bytes in a trajectory, for a header above MAX_HEADER_BYTES, and for a trajectory without the number
+    `filter_by`.
     """
     source = trajectories[0].data_source
     parts = [
@@ -125,24 +116,21 @@ def _make_packets(parts: Iterable[Part]) -> list[Packet]:
         together.setdefault(part.kind, []).append(part)
     packets = []
     for same in together.values():
-        ranges = split_packets([part.size + part.steps_size for part in same])
-        packets += [_packet(same[start:stop]) for start, stop in ranges]
+        for start, stop in split_packets([part.size + part.steps_size for part in same]):
+            own = same[start:stop]
+            indices, positions, lines, _, sizes, columns, heads, headers, checked, _ = zip(*own, strict=True)
+            table, size, fields, names = b"", 0, dict[Any, Any](), tuple(columns[0])
+            if names:
+                header = heads[0]
+                if any(headers):
+                    texts = b",".join([text or b"{}" for text in headers])
+                    header = b"%b%b%b]}" % (header[:-1], _MEMBERS, texts)
+                fields = {name: field_of([arrays[name] for arrays in columns]) for name in names}
+                fields[HEADER] = header
+                size = sum(sizes) - sum(map(len, headers)) + len(header)
+                table = encode_table(members_of(checked, sizes), names)
+            packets.append(Packet(positions, indices, "".join(lines), table, size, fields, own))
     return packets
-
-
-def _packet(parts: Sequence[Part]) -> Packet:
-    indices, positions, lines, _, sizes, columns, heads, headers, fields_of, _ = zip(*parts, strict=True)
-    text, names = "".join(lines), tuple(columns[0])
-    if not names:
-        return Packet(positions, indices, text, b"", 0, {}, parts)
-    fields: dict[Any, Any] = {name: field_of([own[name] for own in columns]) for name in names}
-    header = heads[0]
-    if any(headers):
-        header = b"%b%b%b]}" % (header[:-1], _MEMBERS, b",".join([own or b"{}" for own in headers]))
-    fields[HEADER] = header
-    size = sum(sizes) - sum(map(len, headers)) + len(header)
-    table = encode_table(members_of(fields_of, sizes), names)
-    return Packet(positions, indices, text, table, size, fields, parts)
 
 
 def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
@@ -160,7 +148,8 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     header = to_json(parts)
     columns: dict[Any, Array] = {}
     for name in names:
-        column = np.concatenate(parts_of(packet.fields[name]))
+        values = packet.fields[name]
+        column = np.concatenate(values) if isinstance(values, tuple) else values
         counts = members.entries.get(name, members.rows["tokens"])
         first = offsets(counts)[members.first_row]
         columns[name] = column[spans(first, np.asarray(chosen, np.int64))]
@@ -172,10 +161,21 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
 def _part(position: int, trajectory: Checked, source: str | None, limit: int, filter_by: str) -> Part:
     """source: of the packet."""
     index, rows, steps = trajectory.rollout_index, trajectory.rows, trajectory.steps
-    reward, role, kind = trajectory.reward, trajectory.role, trajectory.kind
-    if kind != "usable":
-        return Part(index, position, member_line(index, kind, reward, role))
-    columns, header = _columns(rows), _header(trajectory, source)
+    reward, role = trajectory.reward, trajectory.role
+    has_failed = trajectory.status not in STATUSES
+    if has_failed or (reward is None and trajectory.scored):
+        why = str(trajectory.status) if has_failed else "unscorable"
+        return Part(index, position, member_line(index, why, reward, role))
+    of_rows = [
+        {**row.columns, **{name: row.extras[name].data for name in sorted(row.extras)}}
+        if row.extras
+        else row.columns
+        for row in rows
+    ]
+    columns = of_rows[0]
+    if len(rows) > 1:
+        columns = {name: np.concatenate([arrays[name] for arrays in of_rows]) for name in columns}
+    header = _header(trajectory, source)
     head = _header_head(trajectory.group_size, source)
     size = sum(map(NBYTES, columns.values())) + len(header)
     keys = {step.state_key for step in steps} - {None}
@@ -187,25 +187,18 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
             f"trajectory {trajectory.group_id}/{index} has {size + steps_size} bytes, "
             f"max_trajectory_bytes is {limit}: drop {what} or raise it for the run"
         )
-    header_size = len(head) + len(_MEMBERS) + len(header) + 1  # as `_packet` joins it
+    header_size = len(head) + len(_MEMBERS) + len(header) + 1  # as `_make_packets` joins it
     if header_size > MAX_HEADER_BYTES:
         raise TrajectoryError(
             f"metadata: header of {trajectory.group_id}/{index} has {header_size} bytes, "
             f"at most {MAX_HEADER_BYTES} are allowed: move large data into an extra column"
         )
-    value = reward
-    if filter_by != REWARD and role != Role.EVAL:
-        try:
-            value = filter_value(filter_by, reward, trajectory.rewards, trajectory.metadata)
-        except ValueError as error:
-            raise TrajectoryError(f"trajectory {trajectory.group_id}/{index} {error}") from error
-    extras = rows[0].extras
-    kinds = extras and frozenset([(name, *_kind_of_extra(extra)) for name, extra in extras.items()])
+    value = reward if filter_by == REWARD or role == Role.EVAL else filter_value(filter_by, trajectory)
     return Part(
         index,
         position,
-        member_line(index, kind, value, role),
-        (tuple(columns), kinds or None, reward is None, head),
+        member_line(index, "usable", value, role),
+        (tuple(columns), reward is None, head),
         size,
         columns,
         head,
@@ -213,26 +206,6 @@ def _part(position: int, trajectory: Checked, source: str | None, limit: int, fi
         trajectory,
         steps_size,
     )
-
-
-def _columns(rows: Sequence[CheckedRow]) -> Mapping[str, Array]:
-    """The stored columns, rows end to end. Raises TrajectoryError where rows differ."""
-    for name in sorted(rows[0].extras):
-        if len({_kind_of_extra(row.extras[name]) for row in rows}) > 1:
-            raise TrajectoryError(f"extra column {name} differs between rows in dtype, shape or per_token")
-    columns = [
-        {**row.columns, **{name: row.extras[name].data for name in sorted(row.extras)}}
-        if row.extras
-        else row.columns
-        for row in rows
-    ]
-    if len(rows) == 1:
-        return columns[0]
-    return {name: np.concatenate([arrays[name] for arrays in columns]) for name in columns[0]}
-
-
-def _kind_of_extra(column: Column) -> tuple[str, tuple[int, ...], bool]:
-    return column.data.dtype.str, column.data.shape[1:], column.per_token
 
 
 # The header: JSON, of which a reader of single columns sees nothing
@@ -290,23 +263,19 @@ def field_of(arrays: Sequence[Array]) -> Array | tuple[Array, ...]:
         return np.concatenate(arrays)
 
 
-def parts_of(column: Array | tuple[Array, ...]) -> tuple[Array, ...]:
-    """The arrays of a column as `field_of` gives it."""
-    return column if isinstance(column, tuple) else (column,)
+def filter_value(name: str, trajectory: Checked) -> float | None:
+    """The number by which a run with `filter_by` = `name` judges a trajectory; None while it has no reward.
 
-
-def filter_value(
-    name: str, reward: float | None, rewards: Mapping[str, float], metadata: Mapping[str, Any]
-) -> float | None:
-    """The number by which a run with `filter_by` = `name` judges a member; None while it has no reward.
-
-    Raises ValueError if the member has no such reward, and no number of this name in its metadata.
+    Raises TrajectoryError if it has no such reward, and no number of this name in its metadata.
     """
-    if name == REWARD or reward is None:
-        return reward
-    value = rewards.get(name, metadata.get(name))
+    if trajectory.reward is None:
+        return None
+    value = trajectory.rewards.get(name, trajectory.metadata.get(name))
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"has no reward and no number {brief(name)}, by which the run filters (filter_by)")
+        raise TrajectoryError(
+            f"trajectory {trajectory.group_id}/{trajectory.rollout_index} has no reward and no number {brief(name)}, "
+            "by which the run filters (filter_by)"
+        )
     return float(value)
 
 

@@ -29,7 +29,7 @@ import redis.cluster
 
 from streamadv.advantage import poison
 from streamadv.store import scripts
-from streamadv.store.clients import Client
+from streamadv.store.exchange import Client
 
 #: Of a cluster's client; redis-py before 7 has none, nor a cluster.
 TransactionStrategy: Any = getattr(redis.cluster, "TransactionStrategy", redis.client.Pipeline)

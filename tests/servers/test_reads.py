@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from streamadv.store.clients import Client
 from streamadv.store.connection import Connection
+from streamadv.store.exchange import Client
 from streamadv.store.replies import read_hashes
 
 

@@ -18,9 +18,8 @@ from streamadv import clock
 from streamadv.grouping import housekeeping
 from streamadv.producer import logic
 from streamadv.store import scripts
-from streamadv.store.clients import Client
 from streamadv.store.connection import Connection
-from streamadv.store.exchange import Piece
+from streamadv.store.exchange import Client, Piece
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trainer.session import Heartbeat
 from tests.support import (

@@ -142,7 +142,7 @@ def test_a_finished_producer_is_open_again_after_an_interrupted_begin(
     said: list[str] = []
 
     def ask(client: Any, call: Any) -> Any:
-        if call.script.name == "heartbeat" and not said and "open" in map(str, call.args):
+        if call.script.name == "heartbeat" and not said and "open" in map(str, call.arguments):
             said.append("interrupted")
             raise KeyboardInterrupt
         return run_script(client, call)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from streamadv.errors import TrajectoryError
 from streamadv.grouping import grouper, housekeeping
 from streamadv.producer import Producer
-from streamadv.producer.tickets import Ticket
+from streamadv.producer.tickets import GroupSpec, Ticket
 from streamadv.run import Run
 from streamadv.run.manifest import RunSettings
 from streamadv.run.packets import parse_members
@@ -418,7 +418,7 @@ class Pipeline:
         ticket = Ticket(group_id, 0, SIZE, self.slots, 0, None)
         group = self.groups.setdefault(group_id, Group())
         free = [index for index in range(self.slots) if index not in group.pushed]
-        steps = self.producer._logic.pushes.cancel(ticket, 1, range(self.slots))
+        steps = self.producer._logic.pushes.cancel(GroupSpec.of(ticket), 1, range(self.slots))
         try:
             (code,) = self.producer._drive(steps).codes
         except TrajectoryError:

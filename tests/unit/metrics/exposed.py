@@ -34,7 +34,7 @@ def report_everything() -> None:
     metrics.retried("grouper", "connection")
     metrics.group_recreated("grouper")
     metrics.group_ended("complete", "math", [1.0, 0.0])
-    metrics.producer_pushed()
+    metrics.succeeded("producer")
     metrics.work_item_computed([0.5], [3], [1], [0], [2.0], is_weights=[1.0])
     metrics.training_metrics(
         dict.fromkeys([*KL_ESTIMATES, *CLIP_SHARES, "critic/kl_coef", metrics.IS_MEAN], 0.1)

@@ -11,7 +11,7 @@ import pytest
 from streamadv.errors import SettingError, TrajectoryError
 from streamadv.producer import Rollout
 from streamadv.producer.requests import GroupCall
-from streamadv.producer.tickets import Ticket
+from streamadv.producer.tickets import GroupSpec, Ticket
 from streamadv.store.connection import Connection
 from streamadv.store.scripts import ScriptCall
 from tests.support import OneClient, group_all, join, ledger, problems, producing
@@ -55,10 +55,10 @@ def test_a_cancel_that_is_sent_twice_takes_one_place(fake: Connection) -> None:
     """The client repeats a script whose reply was lost."""
     with producing(fake, "r") as producer:
         group = producer.begin_group(4, group_id="g")
-        steps = producer._logic.pushes.cancel(group.tickets[0], 2, [0, 1, 3])
+        steps = producer._logic.pushes.cancel(GroupSpec.of(group.tickets[0]), 2, [0, 1, 3])
         call = cast(GroupCall, next(steps)).make()
         assert isinstance(call, ScriptCall)
-        replies = [fake.scripts.eval(*call.by_text) for _ in range(3)]
+        replies = [fake.scripts.eval(call.script.text, *call.arguments) for _ in range(3)]
         assert replies == [[b"ok", b"3", b"1"]] * 3
     assert ledger(join(fake, "r"))["pushed"] == 2
 

@@ -53,7 +53,7 @@ def test_a_heartbeat_that_is_repeated_late_leaves_a_producer_finished(fake: Conn
         call = next(producer._logic.heartbeat())
         assert isinstance(call, ScriptCall)
         producer.finish()
-        fake.scripts.eval(*call.by_text)
+        fake.scripts.eval(call.script.text, *call.arguments)
         assert [each.state for each in read_status(join(fake, "r")).producers] == ["finished"]
 
 
@@ -80,7 +80,7 @@ def test_a_producer_that_begins_again_while_a_heartbeat_says_that_it_has_finishe
 
         def carry_out_slowly(request: Attempt) -> Any:
             """As another thread meets this request: before it is sent, or "open" once it is."""
-            is_met = isinstance(request, ScriptCall) and moment in (request.script.name, *request.args)
+            is_met = isinstance(request, ScriptCall) and moment in (request.script.name, *request.arguments)
             if not is_met or met:
                 return carry_out(request)
             met.append(True)

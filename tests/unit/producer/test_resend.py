@@ -31,7 +31,7 @@ class Sender:
             self.sent_again.append(name)
             return PushResult(["pushed"])
 
-        self._window.remember(0, self._window.server_of(0), 1, send)
+        self._window.remember(0, self._window.servers.get(0), 1, send)
 
 
 def finish(steps: Steps[Any], reply: Any = None) -> None:

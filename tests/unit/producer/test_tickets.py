@@ -12,7 +12,7 @@ import pytest
 
 from streamadv.errors import TrajectoryError
 from streamadv.producer.records import check_records
-from streamadv.producer.tickets import Ticket, new_group_id
+from streamadv.producer.tickets import Ticket, checked_ticket, new_group_id
 from streamadv.store.connection import Connection
 from tests.support import join, payload_keys, producing, trajectory
 
@@ -37,6 +37,8 @@ def test_a_ticket_that_no_group_has_is_refused(wrong: dict[str, float]) -> None:
     assert Ticket.from_json(text).slots == 3
     with pytest.raises(TrajectoryError, match=f"ticket: .*{field} is"):
         Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
+    with pytest.raises(TrajectoryError, match=f"ticket: .*{field} is"):
+        checked_ticket(Ticket(**{**json.loads(text), **wrong}))
 
 
 @pytest.mark.parametrize("wrong", [{"group_id": "a b"}, {"group_id": ""}, {"data_source": "x" * 201}])
@@ -45,6 +47,8 @@ def test_a_ticket_of_a_group_that_nobody_can_begin_is_refused(wrong: dict[str, s
     text = Ticket("g", 1, 2, 3, 0, 7).to_json()
     with pytest.raises(TrajectoryError, match=f"ticket: {next(iter(wrong))}"):
         Ticket.from_json(json.dumps({**json.loads(text), **wrong}))
+    with pytest.raises(TrajectoryError, match=f"ticket: {next(iter(wrong))}"):
+        checked_ticket(Ticket(**{**json.loads(text), **wrong}))
 
 
 @pytest.mark.parametrize("deadline_s", [None, 600, np.float32(7.5), Fraction(1, 2)])

@@ -153,15 +153,24 @@ def test_lines_keep_their_numbers_up_to_the_first_include(name: str) -> None:
 
 def test_the_header_says_where_a_call_goes() -> None:
     call = script_call("trained", KEYS, ["1 1-aa", 2, 3, "", "", ""], version=KEYS.session)
-    assert call.keys == [KEYS.void, KEYS.session, KEYS.trainer, KEYS.session, KEYS.admission]
+    keys = [KEYS.void, KEYS.session, KEYS.trainer, KEYS.session, KEYS.admission]
+    assert call.arguments == [5, *keys, "1 1-aa", 2, 3, "", "", ""]
     call = script_call("touch", KEYS, ["g", 5, "p"], group="g")
-    assert call.keys == [KEYS.void, KEYS.open, KEYS.group("g"), KEYS.ledger, KEYS.trainer]
+    assert call.arguments == [
+        5,
+        KEYS.void,
+        KEYS.open,
+        KEYS.group("g"),
+        KEYS.ledger,
+        KEYS.trainer,
+        "g",
+        5,
+        "p",
+    ]
     call = script_call("sweep", KEYS, payloads=["a", "b"])
-    assert call.keys == [KEYS.void, KEYS.garbage, KEYS.ledger, "a", "b"]
-    assert script_call("register", EntryKeys("r"), ["r"]).by_hash[1:] == (
-        *(2, "{streamadv:runs}:void", "streamadv:runs"),
-        "r",
-    )
+    assert call.arguments == [5, KEYS.void, KEYS.garbage, KEYS.ledger, "a", "b"]
+    call = script_call("register", EntryKeys("r"), ["r"])
+    assert call.arguments == [2, "{streamadv:runs}:void", "streamadv:runs", "r"]
 
 
 def test_a_call_without_one_of_its_keys_is_an_error() -> None:

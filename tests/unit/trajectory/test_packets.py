@@ -396,14 +396,6 @@ def test_the_largest_header_that_is_sent_can_be_read() -> None:
         encode("x" * (room + 1))
 
 
-def test_rows_that_differ_in_an_extra_are_refused() -> None:
-    rows = [
-        {"input_ids": [1], "response_mask": [1], "x": np.zeros((1, width), np.float32)} for width in (2, 3)
-    ]
-    with pytest.raises(TrajectoryError, match="extra column x differs between rows"):
-        packets_of([trajectory(rows=rows)], LIMIT)
-
-
 def test_outputs_of_an_earlier_run_are_not_pushed() -> None:
     (packet,) = packets_of([trajectory(advantages=np.ones(5), returns=np.ones(5))], LIMIT)
     stored, fields = received(packet)
