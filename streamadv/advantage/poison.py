@@ -92,7 +92,7 @@ def isolate(
     deaths: dict[str, Death] = {}
     bugs: list[str] = []
     for group in groups:
-        shard = run.shard(group.shard)
+        shard = run.shards[group.shard]
         # How often it was tried alone, this time included. The count stays if the process dies in this.
         attempts: int = shard.call("attempt", [group.group_id, "1"])
         try:

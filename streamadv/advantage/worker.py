@@ -239,7 +239,7 @@ class Worker:
         entry, text = prepared.entry, one_line(str(error)[:ERROR_CHARS])
         with suppress(*RETRYABLE):  # then it is pending, and taken up again when its lease is over
             self._consumer.release([entry])
-            self._run.shard(entry.shard).call("note_failure", [entry.id, prepared.item.batch, text])
+            self._run.shards[entry.shard].call("note_failure", [entry.id, prepared.item.batch, text])
 
     def _put(self, target: queue.Queue[Any], item: PreparedItem | ComputedItem) -> None:
         """Put `item` when there is room. Once `stop` is set it stays in hand."""

@@ -105,7 +105,7 @@ class Tries:
         return [unit for _, unit in sorted(zip(tries, units, strict=True), key=itemgetter(0))]
 
     def _shard(self, item: WaitingMember) -> Shard:
-        return self._run.shard(item.packet.entry.shard)
+        return self._run.shards[item.packet.entry.shard]
 
     def _field(self, item: WaitingMember) -> str:
         return f"{self._scorer} {item.trajectory.group_id} {item.trajectory.rollout_index}"

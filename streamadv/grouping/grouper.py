@@ -67,7 +67,7 @@ def run_grouper(
 
 def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     """Hand entries of one shard off into their groups. Returns the outcomes of groups that ended."""
-    shard = run.shard(entries[0].shard)
+    shard = run.shards[entries[0].shard]
     outcomes, page, members = list[str](), list[_Arrived](), 0
     for entry in entries:
         try:

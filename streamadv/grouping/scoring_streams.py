@@ -213,7 +213,7 @@ def packets_of(run: Run, scorer: str, entries: Iterable[Entry]) -> list[WaitingP
         try:
             packets.append(_packet_of(run, entry))
         except WireError as error:
-            shard = run.shard(entry.shard)
+            shard = run.shards[entry.shard]
             reject(shard, shard.keys.scoring(scorer), entry.id, str(error), entry.fields, stage=scorer)
     return packets
 
@@ -233,7 +233,7 @@ def are_open(run: Run, packets: Sequence[Entry]) -> list[bool]:
     """Whether the group of each packet is open, so that a score would still count."""
     pipe = run.connection.scripts.pipeline(transaction=False)
     for packet in packets:
-        pipe.exists(run.shard(packet.shard).keys.group(packet.fields[b"group_id"].decode()))
+        pipe.exists(run.shards[packet.shard].keys.group(packet.fields[b"group_id"].decode()))
     return list(map(bool, pipe.execute() if packets else ()))
 
 

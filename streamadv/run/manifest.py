@@ -213,13 +213,6 @@ class Manifest(BaseModel):
             self.dedupe_groups,
         ]
 
-    def is_current(self, salts: bytes | None, count: int) -> bool:
-        """Whether this can still be the manifest with these salts and so many fields.
-
-        Settings are only added while anybody uses the run.
-        """
-        return salts == self.fields["salts"].encode() and count == len(self.fields) + len(self.ignored)
-
 
 #: Shared by every process of a run.
 DEFAULTS: Final = {

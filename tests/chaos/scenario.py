@@ -304,7 +304,7 @@ def grouper(world: World) -> Life:
             grouping.take(run, entries)
             consumer.done(entries)
         grouping.Housekeeping(run).round()
-        consumer.retire_others()
+        consumer.retire()
         yield
 
 
