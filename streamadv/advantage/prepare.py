@@ -17,8 +17,8 @@ from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
 from ..messages import first_problem, log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
+from ..run.dead_letters import reject
 from ..run.kept import share_kept
-from ..run.malformed import reject
 from ..run.packets import fetch_columns
 from ..store.keys import ENTRY_ID
 from ..trajectory.columns import Array

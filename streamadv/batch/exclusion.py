@@ -16,7 +16,7 @@ from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..messages import SummedUp, log_fields, summed_up
 from ..prompts.spec import identity
 from ..run import Run
-from ..run.malformed import reject
+from ..run.dead_letters import reject
 from .commit import is_oversize, of_prompt
 from .record import BatchRecord, Death
 
