@@ -111,6 +111,7 @@ class Run:
 
         `refresh`, if they are others than this process knows: settings are only added while anybody uses the run.
         """
+        replies: list[Any]
         key = manifest_key(self.name)
         *replies, salts, count = pipe.hget(key, "salts").hlen(key).execute()
         self._looked = clock.now()

@@ -148,12 +148,13 @@ def _run(
     estimated = {name: metrics.pop(name) for name in state.estimated if name in metrics}
     weights = {name: weights[name] for name in metrics}
     check_finite(chain.config.estimator, chain.needs, estimated)
-    rounded = (
+    advantages, returns = (
         None if values is None else values.to(torch.float32) for values in (state.advantages, state.returns)
     )
     return ChainResult(
-        state.level,
-        *rounded,
+        level=state.level,
+        advantages=advantages,
+        returns=returns,
         rewards=state.batch.rewards,
         step_rewards=state.batch.steps.rewards,
         columns=state.changed,
