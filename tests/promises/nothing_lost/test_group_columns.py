@@ -226,7 +226,7 @@ def test_a_dead_group_comes_back_with_them(fake: Connection) -> None:
     assert problems(run) == []
     letter = ["1 1-aa", back.entry, "g", "", "undecodable", "test", 2, group.size_bytes]
     run.shards[0].call("dead_letter_group", letter, dead_group="g")
-    run.shard(0).call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shard(0).dead_group("g")])
+    run.shards[0].call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shard(0).dead_group("g")])
     assert stored(run) == 0
 
 
