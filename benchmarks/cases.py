@@ -21,7 +21,7 @@ from streamadv.algorithms.estimators.steps import discounted_returns
 from streamadv.algorithms.kl import column_kl
 from streamadv.algorithms.quirks import PeerQuirks
 from streamadv.algorithms.registry import get_estimator
-from streamadv.algorithms.whitening import whiten
+from streamadv.algorithms.segments import whiten
 from streamadv.padded.rewards import AdvEstimator
 from streamadv.trajectory.columns import Array
 

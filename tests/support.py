@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import redis
 
-from streamadv.advantage.poison import compute_safely
+from streamadv.advantage.compute import compute_safely
 from streamadv.advantage.prepare import prepare_or_discard
 from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.device import choose_device

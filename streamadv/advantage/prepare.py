@@ -17,8 +17,8 @@ from ..grouping.groups_log import LoggedGroup, Pointer, read_groups
 from ..messages import first_problem, log_fields
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Entry
+from ..run.dead_letters import reject
 from ..run.kept import share_kept
-from ..run.malformed import reject
 from ..run.packets import fetch_columns
 from ..store.keys import ENTRY_ID
 from ..trajectory.columns import Array
@@ -65,12 +65,12 @@ def prepare_or_discard(run: Run, entry: Entry) -> PreparedItem | None:
     try:
         return prepare(run, entry)
     except WireError as error:
-        shard = run.shard(entry.shard)
+        shard = run.shards[entry.shard]
         reject(shard, shard.keys.work, entry.id, str(error), entry.fields, stage=ADVANTAGE)
     except BatchLostError as error:
         fields = log_fields("work_discarded", run=run.name, role=ADVANTAGE)
         logger.warning("%s: %s", ADVANTAGE, error, extra=fields)
-        run.shard(entry.shard).call("discard", [ADVANTAGE, entry.id, entry.fields[b"work"]])
+        run.shards[entry.shard].call("discard", [ADVANTAGE, entry.id, entry.fields[b"work"]])
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -26,8 +26,7 @@ from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import run_transaction, script_call
 from ..store.waiting import Blocked, Wait
-from .compute import ComputedItem
-from .poison import compute_safely
+from .compute import ComputedItem, compute_safely
 from .prepare import PreparedItem, check_chains, prepare_or_discard
 
 #: Reply of `publish.lua` when the output was gone.
@@ -36,41 +35,30 @@ LOST: Final = -1
 
 def publish(run: Run, computed: ComputedItem) -> bool:
     """Hand results off. False if another worker has finished the entry, or the batch is gone."""
-    while (published := _publish(run, computed)) == LOST:
-        pass
+    prepared, item, outputs = computed.prepared, computed.prepared.item, computed.outputs
+    keys = run.keys.shard(prepared.entry.shard)
+    output_bytes = sum(column.nbytes for column in outputs.values())
+    payload_bytes = sum(packet.size for packet in computed.published.packets)
+    head = [ADVANTAGE, prepared.entry.id, item.batch, computed.header, output_bytes, payload_bytes]
+    results = [part for pair in computed.results.items() for part in pair]
+    published: Any = LOST
+    while published == LOST:  # the output was gone before the script ran, because the server stood still
+        output = keys.output(doors.random_bytes(12).hex()) if outputs else keys.void
+        payloads = [(output, dict(outputs))] if outputs else []
+        call = script_call("publish", keys, [*head, 0, *results], output=output)
+        try:
+            published = run_transaction(run.connection, payloads, call)
+        except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
+            inline = [part for name, column in outputs.items() for part in (name, bytes(column))]
+            call = script_call("publish", keys, [*head, len(outputs), *inline, *results], output=output)
+            published = run.connection.push.eval(call.script.text, *call.arguments)
     if published:  # spans of the item, which have failed where a group is dead
-        prepared, item = computed.prepared, computed.prepared.item
         groups = (group.group_id for group in prepared.groups if group.shard == item.shard)
         failed = {group_id: f"dead: {death.reason}" for group_id, death in prepared.dead.items()}
         tracing.record(
             tracing.COMPUTE, run.name, groups, prepared.since, k=item.k, batch=item.batch, failed=failed
         )
     return bool(published)
-
-
-def _publish(run: Run, computed: ComputedItem) -> Any:
-    """One attempt; LOST if its output was gone before the script ran, because the server stood still."""
-    keys = run.keys.shard(computed.prepared.entry.shard)
-    output = keys.output(doors.random_bytes(12).hex()) if computed.outputs else keys.void
-    payloads = [(output, dict(computed.outputs))] if computed.outputs else []
-    call = script_call("publish", keys, _arguments(computed, {}), output=output)
-    try:
-        return run_transaction(run.connection, payloads, call)
-    except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
-        inline = {name: bytes(column) for name, column in computed.outputs.items()}
-        call = script_call("publish", keys, _arguments(computed, inline), output=output)
-        return run.connection.push.eval(call.script.text, *call.arguments)
-
-
-def _arguments(computed: ComputedItem, inline: Mapping[Any, Any]) -> list[Any]:
-    """ARGV of `publish.lua`. inline: outputs that the script writes itself."""
-    output_bytes = sum(column.nbytes for column in computed.outputs.values())
-    payload_bytes = sum(packet.size for packet in computed.published.packets)
-    return [
-        *(ADVANTAGE, computed.prepared.entry.id, computed.prepared.item.batch, computed.header),
-        *(output_bytes, payload_bytes, len(inline)),
-        *(part for pair in (*inline.items(), *computed.results.items()) for part in pair),
-    ]
 
 
 def observe(computed: ComputedItem) -> None:
@@ -222,7 +210,12 @@ class Worker:
                 logger.warning("%s", error, extra=self._log_fields("computation_stopped"))
                 return
             except (ChainError, SettingError) as error:  # not of the data: no group is dead for it
-                self._give_back(prepared, error)
+                entry, text = prepared.entry, one_line(str(error)[:ERROR_CHARS])
+                # Whoever reads it next tries again; until then the run says why it waits.
+                with suppress(*RETRYABLE):  # then it is pending, and taken up again when its lease is over
+                    self._consumer.release([entry])
+                    note = [entry.id, prepared.item.batch, text]
+                    self._run.shards[entry.shard].call("note_failure", note)
                 failing.because(Reason("failing_chain", str(error)))
                 failing.pause()
                 continue
@@ -233,13 +226,6 @@ class Worker:
             outage.over()
             failing.over()
             self._put(self._computed, computed)
-
-    def _give_back(self, prepared: PreparedItem, error: Exception) -> None:
-        """Leave an entry whose chain fails to whoever reads it next, and let the run say why it waits."""
-        entry, text = prepared.entry, one_line(str(error)[:ERROR_CHARS])
-        with suppress(*RETRYABLE):  # then it is pending, and taken up again when its lease is over
-            self._consumer.release([entry])
-            self._run.shard(entry.shard).call("note_failure", [entry.id, prepared.item.batch, text])
 
     def _put(self, target: queue.Queue[Any], item: PreparedItem | ComputedItem) -> None:
         """Put `item` when there is room. Once `stop` is set it stays in hand."""

@@ -2,12 +2,10 @@
 
 In reading order:
 
-- `packed` is the batch, with `packing` (from trajectories to a batch),
-  `packed_checks` (what must hold of one), `segments` (sums and moments, which tokens count) and `scan` (reverse
-  recurrences, turns). `kernels` are the compiled loops on a CPU; the function that calls a kernel has the same in
-  torch, for other devices, beside it.
-- The maths by subject: `rewards`, `token_rewards`, `whitening`, `kl`, `off_policy`,
-  `chain_metrics`.
+- `packed` is the batch and what must hold of it, with `packing` (from trajectories to a batch), `segments` (sums and
+  moments, which tokens count, whitening) and `scan` (reverse recurrences, turns). `kernels` are the compiled loops on a
+  CPU; the function that calls a kernel has the same in torch, for other devices, beside it.
+- The maths by subject: `rewards`, `kl`, `off_policy`, `chain_metrics`.
 - `registry` and `estimators` turn rewards into advantages.
 - `chain` composes all of it from a configuration.
 - `device` chooses where a process computes.

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..errors import ArgumentError
 from ..extras import torch
-from .segments import Trainable
-from .whitening import Summary, summarise
+from .segments import Summary, Trainable, summarise
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -127,7 +127,7 @@ def vtrace(
 
 @kernel
 def statistics(values, mask):
-    """Of the elements that count; see `whitening.Summary`.
+    """Of the elements that count; see `segments.Summary`.
 
     In LANES lanes, which the processor works on side by side: in one lane each addition waits for the one before.
     """

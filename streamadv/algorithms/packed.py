@@ -7,19 +7,32 @@ order, whatever else is in the batch: neither the number of workers nor the orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import numpy as np
 
 from ..errors import ArgumentError, OptionError, TrajectoryError
 from ..extras import torch
 from ..messages import brief
-from .packed_checks import BUILT, check_changed, check_shapes, check_steps, layout_of
+from ..trajectory.columns import KNOWN_COLUMNS
 from .segments import Trainable, segment_sum, tokens_where
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+#: The layout of a batch that its builder vouches for.
+BUILT: tuple[Any, ...] = ()
+
+#: What a tensor may have to hold: for people, and the test of it.
+DTYPES: Final[Mapping[str, tuple[str, Callable[[Tensor], bool]]]] = {
+    "": ("real numbers", lambda tensor: not tensor.is_complex()),
+    "whole": ("int64", lambda tensor: tensor.dtype == torch.int64),
+    "floating": ("float64", lambda tensor: tensor.is_floating_point()),
+    "bool": ("bool", lambda tensor: tensor.dtype == torch.bool),
+}
 
 #: What one value of a result belongs to.
 Level = Literal["row", "step", "token"]
@@ -39,7 +52,10 @@ class Steps:
     num_tokens: int  # tokens in all spans
 
     def __post_init__(self) -> None:
-        check_steps(self)
+        size = _check("steps.trajectory", self.trajectory)
+        for name in ("trajectory", "row", "start", "end", "state"):
+            _check(f"steps.{name}", getattr(self, name), size, "S", "whole")
+        _check("steps.rewards", self.rewards, size, "S", "floating")
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -73,10 +89,22 @@ class PackedBatch:
     layout: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.layout != BUILT:  # else whoever has built it knows
-            check_shapes(self)
-        layout = layout_of(self)
-        check_changed(self, layout)
+        is_built, steps = self.layout == BUILT, self.steps
+        if not is_built:  # else whoever has built it knows
+            _check_shapes(self)
+        # On a device, to read a narrowed mask would make the host wait.
+        mask = self.columns.get("response_mask") if self.rewards.device.type == "cpu" else None
+        indices = (self.cu_seqlens, self.row_trajectory, self.trajectory_group)
+        spans = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
+        layout = (*indices, *spans, steps.num_tokens, self.num_tokens, self.num_groups, mask)
+        # The host waits for a device here, so `packing` checks on the host and passes `BUILT` on.
+        if not is_built and not self.rewards.is_meta:
+            checked = self.layout or (object(),) * len(layout)
+            if any(now is not before for now, before in zip(layout[:-1], checked[:-1], strict=True)):
+                _check_indices(self)
+                _check_spans(self)
+            if mask is not None and mask is not checked[-1]:
+                _check_mask(mask)
         object.__setattr__(self, "layout", layout)
 
     @property
@@ -221,71 +249,119 @@ def _span_tokens(steps: Steps) -> tuple[Tensor, Tensor]:
     return step, index + (steps.start - before)[step]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Trajectories of a batch, and where their values stand in the whole one: int64 indices."""
-
-    batch: PackedBatch
-    trajectories: Tensor
-    indices: Mapping[Level, Tensor]  # of rows, steps and tokens
+# What must hold of a batch
 
 
-def part_of(batch: PackedBatch, trajectories: Tensor) -> Part:
-    """The trajectories [K] int64, in this order; those of a group must follow each other.
+def _check_shapes(batch: PackedBatch) -> None:
+    """Raise ArgumentError unless lengths, dtypes and devices fit; reads no values."""
+    offsets, tokens = _check("cu_seqlens", batch.cu_seqlens), batch.num_tokens
+    if not offsets:
+        raise ArgumentError("cu_seqlens is empty, needs one offset more than there are rows")
+    trajectories = _check("trajectory_group", batch.trajectory_group)
+    sized: list[tuple[str, Tensor | None, int, str, str]] = [
+        ("cu_seqlens", batch.cu_seqlens, offsets, "R + 1", "whole"),
+        ("row_trajectory", batch.row_trajectory, offsets - 1, "R", "whole"),
+        ("row_trainable", batch.row_trainable, offsets - 1, "R", "whole"),
+        ("trajectory_group", batch.trajectory_group, trajectories, "M", "whole"),
+        ("rewards", batch.rewards, trajectories, "M", "floating"),
+        ("baseline", batch.baseline, trajectories, "M", "bool"),
+        ("scores", batch.scores, trajectories, "M", "floating"),
+        ("truncated", batch.truncated, trajectories, "M", "bool"),
+        ("given_mask", batch.given_mask, tokens, "N", ""),
+        *(
+            (f"columns[{name!r}]", column, tokens, "N" if name in KNOWN_COLUMNS else "N, ...", "")
+            for name, column in batch.columns.items()
+        ),
+        *(
+            (f"components[{name!r}]", values, trajectories, "M", "")
+            for name, values in batch.components.items()
+        ),
+    ]
+    for name, tensor, length, letter, dtype in sized:
+        if tensor is not None:
+            _check(name, tensor, length, letter, dtype)
+            if tensor.device != batch.rewards.device:
+                raise ArgumentError(
+                    f"{name} is on {tensor.device}, rewards on {batch.rewards.device}: give both on one device"
+                )
+    if len(batch.group_sources) not in (0, batch.num_groups):
+        raise ArgumentError(
+            f"group_sources has {len(batch.group_sources)} entries, needs one for each of {batch.num_groups} groups"
+        )
 
-    Groups are numbered anew, columns copied. The host waits for a device to know how many rows and tokens there are.
-    """
-    rows, row_trajectory = _spans(batch.row_offsets, trajectories)
-    tokens, _ = _spans(batch.cu_seqlens, rows)
-    step_offsets = offsets_of(batch.steps.trajectory, batch.num_trajectories)
-    positions, step_trajectory = _spans(step_offsets, trajectories)
-    cu_seqlens = ends_of(batch.row_lengths[rows])
-    present, groups = torch.unique_consecutive(batch.trajectory_group[trajectories], return_inverse=True)
-    part = replace(
-        batch,
-        cu_seqlens=cu_seqlens,
-        row_trajectory=row_trajectory,
-        row_trainable=batch.row_trainable[rows],
-        trajectory_group=groups,
-        rewards=batch.rewards[trajectories],
-        baseline=batch.baseline[trajectories],
-        steps=_steps(batch, rows, positions, step_trajectory, cu_seqlens),
-        num_tokens=len(tokens),
-        num_groups=len(present),
-        columns={name: column[tokens] for name, column in batch.columns.items()},
-        components={name: rewards[trajectories] for name, rewards in batch.components.items()},
-        scores=None if batch.scores is None else batch.scores[trajectories],
-        truncated=None if batch.truncated is None else batch.truncated[trajectories],
-        given_mask=None if batch.given_mask is None else batch.given_mask[tokens],
-        group_sources=[batch.group_sources[group] for group in present.tolist()]
-        if batch.group_sources
-        else (),
-    )
-    return Part(part, trajectories, {"row": rows, "step": positions, "token": tokens})
+
+def _check_indices(batch: PackedBatch) -> None:
+    """Raise ArgumentError unless rows, trajectories and groups refer to each other correctly."""
+    tensors = (batch.cu_seqlens, batch.row_trajectory, batch.trajectory_group, batch.row_trainable)
+    offsets, row_trajectory, group, trainable = (tensor.cpu().numpy() for tensor in tensors)
+    lengths = np.diff(offsets)
+    if offsets[0] != 0 or (lengths < 0).any():
+        raise ArgumentError(
+            "cu_seqlens does not begin with 0 and ascend: give where each row starts, and the end"
+        )
+    if offsets[-1] != batch.num_tokens:
+        raise ArgumentError(
+            f"cu_seqlens ends at {offsets[-1]}, num_tokens is {batch.num_tokens}: they are one number"
+        )
+    for name, labels, count, what in (
+        ("row_trajectory", row_trajectory, len(group), "trajectories"),
+        ("trajectory_group", group, batch.num_groups, "groups"),
+    ):
+        if len(labels) and (labels[0] < 0 or labels[-1] >= count or (np.diff(labels) < 0).any()):
+            raise ArgumentError(f"{name} does not ascend inside 0 .. {count - 1}, the {what} there are")
+    if np.count_nonzero(np.diff(group)) + bool(len(group)) != batch.num_groups:
+        raise ArgumentError(
+            f"trajectory_group leaves out some of the {batch.num_groups} groups: number without gaps"
+        )
+    if (trainable < -1).any() or (trainable > lengths).any():
+        raise ArgumentError("row_trainable is not in 0 .. length of the row (-1: not known)")
 
 
-def _steps(batch: PackedBatch, rows: Tensor, positions: Tensor, owners: Tensor, cu_seqlens: Tensor) -> Steps:
-    """The steps at `positions`, of the trajectories `owners`; rows and cu_seqlens: of the part."""
+def _check_mask(mask: Tensor) -> None:
+    if mask.dtype == torch.bool or not len(mask):
+        return
+    is_right = mask.max() <= 1 if mask.dtype == torch.uint8 else ((mask == 0) | (mask == 1)).all()
+    if not bool(is_right):
+        raise ArgumentError("columns['response_mask'] holds values other than 0 and 1")
+
+
+def _check_spans(batch: PackedBatch) -> None:
+    """Raise ArgumentError unless the steps lie inside their rows, which `_check_indices` has checked."""
     steps = batch.steps
-    row_in_part = torch.empty_like(batch.row_trajectory)
-    row_in_part[rows] = torch.arange(len(rows), device=rows.device)
-    row = row_in_part[steps.row[positions]]
-    shift = cu_seqlens[row] - batch.cu_seqlens[steps.row[positions]]
-    start, end = steps.start[positions] + shift, steps.end[positions] + shift
-    return Steps(
-        trajectory=owners,
-        row=row,
-        start=start,
-        end=end,
-        rewards=steps.rewards[positions],
-        state=steps.state[positions],
-        num_tokens=int((end - start).sum()),
-    )
+    if not len(steps):
+        if steps.num_tokens:
+            raise ArgumentError(f"steps.num_tokens is {steps.num_tokens} without steps, needs 0")
+        return
+    offsets, row_trajectory = batch.cu_seqlens.cpu().numpy(), batch.row_trajectory.cpu().numpy()
+    tensors = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
+    trajectory, row, start, end, state = (tensor.cpu().numpy() for tensor in tensors)
+    if (row < 0).any() or (row >= len(row_trajectory)).any():
+        raise ArgumentError(f"steps.row is not in 0 .. {len(row_trajectory) - 1}")
+    if (row_trajectory[row] != trajectory).any():
+        raise ArgumentError("steps.trajectory is not that of the step's row")
+    if (start < offsets[row]).any() or (end < start).any() or (end > offsets[row + 1]).any():
+        raise ArgumentError(
+            "steps.start and end are not inside the step's row, counted from the start of the batch"
+        )
+    if (end - start).sum() != steps.num_tokens:
+        raise ArgumentError(f"steps.num_tokens is {steps.num_tokens}, the spans hold {(end - start).sum()}")
+    if (state < -1).any():
+        raise ArgumentError("steps.state is below -1: number the states from 0, -1 = none")
 
 
-def _spans(offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(the indices offsets[p] : offsets[p + 1] of all `positions`, one after another; of each the number of its p)."""
-    lengths = offsets[positions + 1] - offsets[positions]
-    owner = torch.repeat_interleave(lengths)
-    shift = offsets[positions] - ends_of(lengths)[:-1]
-    return shift[owner] + torch.arange(len(owner), device=owner.device), owner
+def _check(name: str, tensor: Any, length: int | None = None, letter: str = "", dtype: str = "") -> int:
+    """The length of a tensor of one dimension, or of any number where `letter` ends with "...".
+
+    Raises ArgumentError for anything else, another length than `length`, or another of DTYPES.
+    """
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if not is_tensor or tensor.dim() < 1 or (tensor.dim() > 1 and not letter.endswith("...")):
+        what = f"a tensor of shape {list(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
+        raise ArgumentError(f"{name} is {what}, needs a tensor of one dimension")
+    size: int = tensor.shape[0]
+    if length is not None and size != length:
+        raise ArgumentError(f"{name} has shape {list(tensor.shape)}, needs [{letter} = {length}]")
+    needed, fits = DTYPES[dtype]
+    if not fits(tensor):
+        raise ArgumentError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, needs {needed}")
+    return size

@@ -21,8 +21,7 @@ from ..trajectory.columns import Array
 from ..trajectory.member_table import members_of
 from ..trajectory.members import NO_STATE, Checked, Members, Positions, offsets
 from ..trajectory.schema import Trajectory
-from .packed import PackedBatch, Steps
-from .packed_checks import BUILT
+from .packed import BUILT, PackedBatch, Steps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +104,9 @@ def _packed(
     trajectory = np.repeat(np.arange(len(members)), table["rows"])
     laid_out = {name: _column(name, column, int(cu_seqlens[-1])) for name, column in columns.items()}
     if "response_mask" in laid_out:
-        _clear_baselines(laid_out["response_mask"], members, cu_seqlens)
+        bounds = cu_seqlens[first_row]
+        for member in np.flatnonzero(is_baseline).tolist():
+            laid_out["response_mask"][bounds[member] : bounds[member + 1]] = 0
     scores = _tensor(table["reward"], np.float64)
     steps = _steps_of(members, cu_seqlens, first_row)
     if rewards is not None and len(steps):
@@ -121,7 +122,11 @@ def _packed(
         num_tokens=int(cu_seqlens[-1]),
         num_groups=len(owners),
         columns=laid_out if device.type == "cpu" else {},
-        components=_components_of(members),
+        components={  # of each named reward that a member has; 0 where one lacks it
+            name: _tensor(np.where(np.isnan(values), 0.0, values), np.float64)
+            for name, values in sorted(members.rewards.items())
+            if not np.isnan(values).all()
+        },
         scores=scores,
         truncated=torch.from_numpy(members.is_truncated),
         group_sources=[source for _, source in owners],
@@ -170,16 +175,6 @@ def _identity(members: Members, group: Positions, owners: Sequence[Owner], membe
     return owners[group[member]][0], int(members.table["index"][member])
 
 
-def _components_of(members: Members) -> dict[str, Tensor]:
-    """[M] float64 of each named reward that a member has; 0 where one lacks it."""
-    is_missing = {name: np.isnan(members.rewards[name]) for name in sorted(members.rewards)}
-    return {
-        name: _tensor(np.where(mask, 0.0, members.rewards[name]), np.float64)
-        for name, mask in is_missing.items()
-        if not mask.all()
-    }
-
-
 def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> Steps:
     """The steps of `members`, counted in the batch. States are numbered in order of appearance."""
     steps = members.steps
@@ -218,12 +213,6 @@ def empty_column(
     """[length, *shape] uninitialised, on the host. For a CUDA device pinned: the copy then runs beside the host."""
     torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
     return torch.empty((length, *shape), dtype=torch_dtype, device="cpu", pin_memory=device.type == "cuda")
-
-
-def _clear_baselines(mask: Tensor, members: Members, cu_seqlens: Positions) -> None:
-    bounds = cu_seqlens[members.first_row]
-    for member in np.flatnonzero(members.is_baseline).tolist():
-        mask[bounds[member] : bounds[member + 1]] = 0
 
 
 def numbered(labels: Collection[Hashable]) -> tuple[Positions, list[Hashable]]:

@@ -16,7 +16,7 @@ from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..messages import SummedUp, log_fields, summed_up
 from ..prompts.spec import identity
 from ..run import Run
-from ..run.malformed import reject
+from ..run.dead_letters import reject
 from .commit import is_oversize, of_prompt
 from .record import BatchRecord, Death
 
@@ -43,7 +43,7 @@ def drop(
         if reason.startswith(_DEAD):
             dead_letter(run, group, Death(reason.removeprefix(_DEAD), group.problem or ""), "", fence)
         elif reason == "malformed":
-            log = run.shard(group.shard)
+            log = run.shards[group.shard]
             reject(log, log.keys.groups, group.entry, group.problem or "")
         else:
             dropped.append((group, reason))
@@ -65,7 +65,7 @@ def dead_letter(run: Run, group: LoggedGroup, death: Death, batch_id: str, fence
     applies the batch again and repeats this.
     """
     args = [fence, group.entry, group.group_id, batch_id, *death, group.count, group.size_bytes]
-    run.shard(group.shard).call("dead_letter_group", args, dead_group=group.group_id)
+    run.shards[group.shard].call("dead_letter_group", args, dead_group=group.group_id)
 
 
 def dead_letter_groups(run: Run, record: BatchRecord, deaths: Mapping[str, Death], fence: str) -> None:
@@ -83,7 +83,7 @@ def leave_out(run: Run, record: BatchRecord, problems: Mapping[tuple[str, int], 
     """
     pointers = {pointer.group_id: pointer for pointer in record.groups}
     for (group_id, index), text in problems.items():
-        shard = run.shard(pointers[group_id].shard)
+        shard = run.shards[pointers[group_id].shard]
         args = [fence, pointers[group_id].entry, group_id, index, record.id, "undecodable", text]
         if not shard.call("leave_out", args, dead_group=group_id):
             return False

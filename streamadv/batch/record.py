@@ -19,8 +19,8 @@ from ..errors import WireError
 from ..grouping.groups_log import Pointer
 from ..messages import brief, first_problem
 from ..run import Run
+from ..run.dead_letters import reject
 from ..run.ledger import ENDINGS
-from ..run.malformed import reject
 from ..store.keys import ENTRY_ID
 from ..trajectory.columns import KNOWN_COLUMNS
 

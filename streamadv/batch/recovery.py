@@ -212,7 +212,7 @@ def undo_batches(run: Run, records: Iterable[BatchRecord], fence: str) -> None:
     """
     for record in sorted(records, key=lambda record: -record.k):
         for shard in {pointer.shard for pointer in record.groups}:
-            undo_in_shard(run, run.shard(shard), record.id, fence)
+            undo_in_shard(run, run.shards[shard], record.id, fence)
         running = json.dumps(record.running_before) if record.running_before else ""
         run.home.call("unname_batch", [fence, record.k, record.id, running])
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from .. import clock
 from ..messages import log_fields
-from ..run import Run, Shard
+from ..run import Run
 from ..store.replies import as_count, as_text
 from .scores import ScoreError
 from .scoring_streams import WaitingMember, waiting_entries
@@ -84,14 +84,14 @@ class Tries:
         """Count one more try. Returns how many there are with it."""
         field = self._field(item)
         self._counted.add(field)
-        tries: int = self._shard(item).call("attempt", [field, "1"])
+        tries: int = self._run.shards[item.packet.entry.shard].call("attempt", [field, "1"])
         return tries
 
     def forget(self, item: WaitingMember) -> None:
         """If this process has counted one."""
         field = self._field(item)
         if field in self._counted:
-            self._shard(item).call("attempt", [field, "0"])
+            self._run.shards[item.packet.entry.shard].call("attempt", [field, "0"])
             self._counted.discard(field)
 
     def fewest_first(self, units: Sequence[Sequence[WaitingMember]]) -> list[Sequence[WaitingMember]]:
@@ -100,12 +100,9 @@ class Tries:
             return list(units)
         pipe = self._run.connection.scripts.pipeline(transaction=False)
         for first, *_ in units:
-            pipe.hget(self._shard(first).keys.attempts, self._field(first))
+            pipe.hget(self._run.shards[first.packet.entry.shard].keys.attempts, self._field(first))
         tries = map(as_count, pipe.execute())
         return [unit for _, unit in sorted(zip(tries, units, strict=True), key=itemgetter(0))]
-
-    def _shard(self, item: WaitingMember) -> Shard:
-        return self._run.shard(item.packet.entry.shard)
 
     def _field(self, item: WaitingMember) -> str:
         return f"{self._scorer} {item.trajectory.group_id} {item.trajectory.rollout_index}"

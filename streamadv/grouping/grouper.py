@@ -14,10 +14,10 @@ from .. import clock, metrics, tracing
 from ..errors import WireError
 from ..run import Run, Shard
 from ..run.consumer import GROUPER, Consumer, Entry
-from ..run.malformed import reject
+from ..run.dead_letters import reject
 from ..run.packets import PACKET_FIELDS, StreamPacket, read_packet, rewards_of_whole
 from ..store.retry import Outage
-from .housekeeping import Housekeeping, apply_scores, count_ended, record_grouped
+from .housekeeping import Housekeeping, apply_scores, note_ended
 
 STAGE: Final = GROUPER
 LEASE_S: Final = 5.0
@@ -67,7 +67,7 @@ def run_grouper(
 
 def take(run: Run, entries: Sequence[Entry]) -> list[str]:
     """Hand entries of one shard off into their groups. Returns the outcomes of groups that ended."""
-    shard = run.shard(entries[0].shard)
+    shard = run.shards[entries[0].shard]
     outcomes, page, members = list[str](), list[_Arrived](), 0
     for entry in entries:
         try:
@@ -101,6 +101,4 @@ def _take(run: Run, shard: Shard, packets: Sequence[_Arrived]) -> list[str]:
     ids = list(groups)
     taken, *ended = shard.call("take", args, group_hashes=map(shard.keys.group, ids), payloads=payloads)
     metrics.entries(STAGE, "acked", taken)
-    outcomes = {ids[number - 1]: outcome for number, outcome in count_ended(ended, rewards)}
-    record_grouped(run, ids, since, outcomes)
-    return list(outcomes.values())
+    return list(note_ended(run, since, ended, ids, rewards).values())

@@ -235,8 +235,24 @@ def read_in_halves(
     """
     if not groups:
         return
+    entries = [stored for _, stored in groups]
     try:
-        fill_in(groups, *_packets_of([stored for _, stored in groups]))
+        for stored in entries:
+            if len(stored.tables) != len(stored.lines):
+                raise ValueError(f"{len(stored.tables)} member tables for {len(stored.lines)} packets")
+        lines = [line for stored in entries for line in stored.lines]
+        tables = read_tables(
+            [table for stored in entries for table in stored.tables], [line.size for line in lines]
+        )
+        for line, count in zip(lines, tables.counts, strict=True):
+            if len(line.mask) != count:
+                raise ValueError(f"packet {line.key} has {count} members, its mask {line.mask}")
+        parts = tables.members.parts(offsets(tables.counts).tolist(), tables.names)
+        packets = [
+            StoredPacket(line.key, line.size, line.epoch, columns, part)
+            for line, columns, part in zip(lines, tables.columns, parts, strict=True)
+        ]
+        fill_in(groups, tables.members, packets)
     except (WireError, ValueError) as error:
         if len(groups) == 1:
             yield groups[0][0], first_problem(error) if isinstance(error, ValueError) else str(error)
@@ -244,25 +260,6 @@ def read_in_halves(
         middle = len(groups) // 2
         yield from read_in_halves(groups[:middle], fill_in)
         yield from read_in_halves(groups[middle:], fill_in)
-
-
-def _packets_of(groups: Sequence[StoredMembers]) -> tuple[Members, list[StoredPacket]]:
-    """All members of groups end to end, and their packets. Raises WireError and ValueError."""
-    for stored in groups:
-        if len(stored.tables) != len(stored.lines):
-            raise ValueError(f"{len(stored.tables)} member tables for {len(stored.lines)} packets")
-    lines = [line for stored in groups for line in stored.lines]
-    tables = read_tables(
-        [table for stored in groups for table in stored.tables], [line.size for line in lines]
-    )
-    for line, count in zip(lines, tables.counts, strict=True):
-        if len(line.mask) != count:
-            raise ValueError(f"packet {line.key} has {count} members, its mask {line.mask}")
-    parts = tables.members.parts(offsets(tables.counts).tolist(), tables.names)
-    return tables.members, [
-        StoredPacket(line.key, line.size, line.epoch, columns, part)
-        for line, columns, part in zip(lines, tables.columns, parts, strict=True)
-    ]
 
 
 def _fill_in(

@@ -12,25 +12,29 @@ import math
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from .. import clock, metrics, tracing
+from ..errors import WireError
 from ..messages import log_fields
 from ..metrics.instruments import EVALUATED, KEPT
 from ..prompts.spec import PREFIX
 from ..prompts.stored import carry_ends, give_back_of_lost
 from ..run import Run, Shard
-from ..run.consumer import GROUPER
-from ..run.dead_letters import trim_dead
+from ..run.consumer import GROUPER, Entry
+from ..run.dead_letters import reject, trim_dead
 from ..run.heartbeats import HEARTBEAT_S, Attendance
 from ..run.kept import trim_kept
-from ..run.malformed import reject
 from ..run.manifest import MAX_DEADLINE_S
-from ..run.packets import GROUP_ID, MAX_BYTES, is_payload_key
+from ..run.packets import GROUP_ID, MAX_BYTES, is_payload_key, read_packet
 from ..store.replies import as_count, as_text, replies_of
-from .scoring_streams import pass_on_ended
-from .short_groups import ShortGroups
+from ..store.retry import NotNowError
+from .scoring_streams import PAGE as STREAM_PAGE
+from .scoring_streams import are_open, pass_on, waiting_entries
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +55,15 @@ class Housekeeping:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._lost = LostProducers(run)
-        self._short = ShortGroups(run)
+        self._judged = clock.now()  # when it was last seen whether many groups end short
+        self._counters: Counter[str] | None = None  # of the ledger then, or at the first look
 
     def round(self) -> bool:
         """Once through everything; False when there was more than fits into HOUSEKEEPING_SLICE_S."""
         run, until = self._run, clock.now() + HOUSEKEEPING_SLICE_S
         run.refresh()
         self._lost.look()
-        self._short.look()
+        self._warn_of_short_groups()
         done, memory = True, run.connection.memory()
         for shard in run.shards:
             more_kept = trim_kept(shard, run.manifest, memory)  # before any group ends
@@ -73,6 +78,18 @@ class Housekeeping:
             done = done and not more_due and not more_kept and not swept
         carry_ends(run)
         return done
+
+    def _warn_of_short_groups(self) -> None:
+        """Log a warning if many groups ended short since the last judgement."""
+        now, counters = clock.now(), self._run.counters()
+        self._counters = self._counters or counters
+        lately = loss_of(counters - self._counters)
+        long_ago = now - self._judged >= JUDGE_AFTER_S
+        if lately.ended < (MIN_GROUPS if long_ago else WINDOW):
+            return
+        if lately.is_much:
+            logger.warning("%s", lately, extra=log_fields("groups_short", run=self._run.name, role=GROUPER))
+        self._judged, self._counters = now, counters
 
     def _expire(self, shard: Shard, until: float) -> bool:
         """End groups past their deadline, page by page; True when there may be more of them."""
@@ -97,8 +114,7 @@ def apply_scores(run: Run, shard: Shard) -> None:
         ids, since = [item.partition(b" ")[2].decode() for item in items], tracing.now()
         group_hashes = map(shard.keys.group, ids)
         ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
-        outcomes = dict(count_ended(ended))
-        record_grouped(run, outcomes, since, outcomes)
+        note_ended(run, since, ended)
 
 
 def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
@@ -118,9 +134,7 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     while ids:
         args = [*run.manifest.policy_args, *ids]
         looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
-        outcomes = count_ended(flat)
-        record_grouped(run, dict(outcomes), since, dict(outcomes))
-        ended += outcomes
+        ended += note_ended(run, since, flat).items()
         ids = ids[looked_at:]
     if any(group_id.startswith(PREFIX) for group_id, _ in ended):
         carry_ends(run)  # before a shard forgets the first ones
@@ -147,6 +161,25 @@ def _due(shard: Shard, now_ms: int) -> list[bytes]:
     return [*due, *beyond, *page]
 
 
+def pass_on_ended(run: Run, shard: Shard) -> int:
+    """Send what waits for a scorer although its group has ended to the grouper: no scorer may run that would do so.
+
+    Looks at a page of each scorer's stream. Returns how many packets were sent.
+    """
+    passed = 0
+    for scorer in run.manifest.scorers:
+        packets = list[Entry]()
+        for entry in islice(waiting_entries(shard, scorer), STREAM_PAGE):
+            with suppress(WireError):
+                read_packet(run, shard.index, entry.fields)
+                packets.append(entry)
+        states = are_open(run, packets)
+        ended = [entry for entry, is_open in zip(packets, states, strict=True) if not is_open]
+        with suppress(NotNowError):  # while the rollouts stream takes no more, groupers go on emptying it
+            passed += pass_on(shard, scorer, ended)
+    return passed
+
+
 def sweep(shard: Shard) -> int:
     """Delete payloads of dropped packets, a slice that does not block the server. Returns how many.
 
@@ -161,28 +194,36 @@ def sweep(shard: Shard) -> int:
     return swept
 
 
-def count_ended(ended: Sequence[Any], whole: Sequence[Sequence[float]] = ()) -> list[tuple[Any, str]]:
-    """Count groups that a script has ended in the metrics. Returns which ones, as the script says, and their outcomes.
+def note_ended(
+    run: Run,
+    since: int,
+    ended: Sequence[Any],
+    ids: Sequence[str] | None = None,
+    whole: Sequence[Sequence[float]] = (),
+) -> dict[str, str]:
+    """Metrics and spans of groups that a script has ended. Returns their outcomes, by id.
 
-    ended: of each group which one it is, its outcome, data source and rewards, which blanks separate; instead of them
-    None for the group whose number, counted from 1, `whole` has them under.
+    Args:
+      since: when the script was prepared, as `tracing.now`.
+      ended: of each group which one it is, its outcome, data source and rewards, which blanks separate.
+      ids: of all groups that the script has seen; None = those that ended. With them `ended` has instead of an id the
+        group's number, counted from 1, and None for rewards that `whole` has under this number.
     """
-    names, groups = list[Any](), list[metrics.EndedGroup]()
+    outcomes, groups = dict[str, str](), list[metrics.EndedGroup]()
     for which, outcome, source, rewards in zip(*(ended[field::4] for field in range(4)), strict=True):
-        names.append(which.decode() if isinstance(which, bytes) else which)
+        group_id = which.decode() if ids is None else ids[which - 1]
         figures = whole[which - 1] if rewards is None else list(map(float, rewards.split()))
-        groups.append(metrics.EndedGroup(outcome.decode(), as_text(source) or None, figures))
+        outcomes[group_id] = outcome.decode()
+        groups.append(metrics.EndedGroup(outcomes[group_id], as_text(source) or None, figures))
     metrics.groups_ended(groups)
-    return [(name, group.outcome) for name, group in zip(names, groups, strict=True)]
-
-
-def record_grouped(run: Run, group_ids: Iterable[str], since: int, outcomes: Mapping[str, str]) -> None:
-    """A span of each group, which has failed where the group is dropped. outcomes: of groups that ended."""
     kept = (*KEPT, EVALUATED)
     failed = {
         group_id: f"dropped: {outcome}" for group_id, outcome in outcomes.items() if outcome not in kept
     }
-    tracing.record(tracing.GROUP, run.name, group_ids, since, outcomes=outcomes, failed=failed)
+    tracing.record(
+        tracing.GROUP, run.name, outcomes if ids is None else ids, since, outcomes=outcomes, failed=failed
+    )
+    return outcomes
 
 
 def _checked_items(
@@ -221,6 +262,54 @@ def _text(item: bytes) -> str:
         return ""
 
 
+# What groups cost that end short of usable rollouts: a failed rollout costs its whole group, unless
+# `partial_min_usable` or `redundancy` allows for it. By default only whole groups are trained on, because mean and
+# deviation over the rollouts that happened not to fail are biased towards them.
+SHORT: Final = ("incomplete", "expired")
+#: How a group can end in the grouper.
+ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", "no_train_members")
+#: How a slot can end without a usable trajectory.
+UNUSABLE: Final = ("failed", "aborted", "cancelled", "unscorable")
+#: From this share of groups, or of usable trajectories, on groupers warn.
+WARN_RATIO: Final = 0.2
+#: Groups after which the shares are judged; after JUDGE_AFTER_S seconds MIN_GROUPS are enough.
+WINDOW: Final = 20
+MIN_GROUPS: Final = 5
+JUDGE_AFTER_S: Final = 30.0
+REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy to have rollouts to spare"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """`groups` of `ended` groups ended short; they took `trajectories` of `usable` usable trajectories with them."""
+
+    groups: int
+    ended: int
+    trajectories: int
+    usable: int
+
+    @property
+    def is_much(self) -> bool:
+        shares = [(self.groups, self.ended), (self.trajectories, self.usable)]
+        is_large = any(lost / total >= WARN_RATIO for lost, total in shares if total)
+        return self.ended >= MIN_GROUPS and is_large
+
+    def __str__(self) -> str:
+        return (
+            f"{self.groups} of {self.ended} groups ended short of usable rollouts and were dropped, with "
+            f"{self.trajectories} usable trajectories: {REMEDY}"
+        )
+
+
+def loss_of(counters: Mapping[str, int]) -> Loss:
+    """From the counters of a ledger."""
+    ended = {ending: counters.get(f"outcome:{ending}", 0) for ending in ENDINGS}
+    dropped = {reason: counters.get(f"dropped:{reason}", 0) for reason in (*SHORT, *UNUSABLE, "eval")}
+    short = [dropped.pop(reason) for reason in SHORT]
+    usable = counters.get("pushed", 0) - sum(dropped.values())
+    return Loss(sum(ended[ending] for ending in SHORT), sum(ended.values()), sum(short), usable)
+
+
 PAGE: Final = 256
 #: Whom a group belongs to: name of a producer, and its instance.
 OWNER: Final = re.compile(rb"(.*) ([0-9]{1,15})", re.DOTALL)
@@ -246,20 +335,16 @@ class LostProducers:
             return
         self._first_alive, self._due = first_alive, now + HEARTBEAT_S
         give_back_of_lost(self._run, first_alive)
-        abandoned = [self._abandon(shard) for shard in self._run.shards if self._is_paced(shard)]
+        abandoned = [self._abandon(shard) for shard in self._run.shards]
         if any(abandoned):  # tickets of a lost producer may open more meanwhile
             self._due = now
 
-    def _is_paced(self, shard: Shard) -> bool:
-        """Whether admission depends on open groups: as the trainer says, or the manifest before there is one."""
-        max_staleness = shard.connection.scripts.hget(shard.keys.trainer, "max_staleness")
-        if max_staleness is None:
-            return self._run.manifest.max_staleness is not None
-        return max_staleness != b""
-
     def _abandon(self, shard: Shard) -> int:
         """How many groups no longer count. Pacing bounds how many are open, so they are read one by one."""
-        abandoned = 0
+        abandoned, max_staleness = 0, shard.connection.scripts.hget(shard.keys.trainer, "max_staleness")
+        # Open groups count in admission if the trainer says so, or the manifest before there is one.
+        if max_staleness == b"" or (max_staleness is None and self._run.manifest.max_staleness is None):
+            return 0
         open_groups: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
         for start in range(0, len(open_groups), PAGE):
             members = open_groups[start : start + PAGE]

@@ -39,13 +39,15 @@ class Layout:
         """All members of `groups`, which must have been readable."""
         num_packets = offsets(np.array([len(group.packets) for group in groups], np.int64))
         num_members = np.array([len(group.members) for group in groups], np.int64)
+        none = np.zeros(0, np.int64)
         return Layout(
             groups,
             Members.concat([group.members for group in groups]),
             np.repeat(np.arange(len(groups)), num_members),
             [packet for group in groups for packet in group.packets],
-            _end_to_end(group.packet_of for group in groups) + np.repeat(num_packets[:-1], num_members),
-            _end_to_end(group.position_of for group in groups),
+            np.concatenate([none, *(group.packet_of for group in groups)], dtype=np.int64)
+            + np.repeat(num_packets[:-1], num_members),
+            np.concatenate([none, *(group.position_of for group in groups)], dtype=np.int64),
         )
 
     def __len__(self) -> int:
@@ -125,7 +127,3 @@ def place(column: Array, parts: Iterable[Piece], out: Array) -> None:
     """Copy the `parts` of a source's column into `out`, the batch's."""
     for start, stop, source in parts:
         out[start:stop] = column[source : source + stop - start]
-
-
-def _end_to_end(parts: Iterable[Sequence[int] | Positions]) -> Positions:
-    return np.concatenate([np.zeros(0, np.int64), *parts], dtype=np.int64)

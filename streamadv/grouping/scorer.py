@@ -382,7 +382,7 @@ class Scorer:
             alike[packet.entry.shard, self._next if packet.is_wanted else None].append(packet)
         for (index, target), together in alike.items():
             entries = [packet.scored(filter_by) for packet in together]
-            passed = pass_on(self._run.shard(index), self._name, entries, target)
+            passed = pass_on(self._run.shards[index], self._name, entries, target)
             metrics.entries(self._name, "acked", passed)
             metrics.entries(self._name, "duplicate", len(together) - passed)
             consumer.done([packet.entry for packet in together])

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,9 +15,8 @@ from .. import tracing
 from ..errors import WireError
 from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
-from ..run.malformed import reject
+from ..run.dead_letters import reject
 from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, read_packet
-from ..store.retry import NotNowError
 from ..trajectory.columns import Array
 from ..trajectory.member_table import encode_table, read_table
 from ..trajectory.members import Reference, StepSpan
@@ -213,7 +210,7 @@ def packets_of(run: Run, scorer: str, entries: Iterable[Entry]) -> list[WaitingP
         try:
             packets.append(_packet_of(run, entry))
         except WireError as error:
-            shard = run.shard(entry.shard)
+            shard = run.shards[entry.shard]
             reject(shard, shard.keys.scoring(scorer), entry.id, str(error), entry.fields, stage=scorer)
     return packets
 
@@ -233,24 +230,5 @@ def are_open(run: Run, packets: Sequence[Entry]) -> list[bool]:
     """Whether the group of each packet is open, so that a score would still count."""
     pipe = run.connection.scripts.pipeline(transaction=False)
     for packet in packets:
-        pipe.exists(run.shard(packet.shard).keys.group(packet.fields[b"group_id"].decode()))
+        pipe.exists(run.shards[packet.shard].keys.group(packet.fields[b"group_id"].decode()))
     return list(map(bool, pipe.execute() if packets else ()))
-
-
-def pass_on_ended(run: Run, shard: Shard) -> int:
-    """Send what waits for a scorer although its group has ended to the grouper: no scorer may run that would do so.
-
-    Looks at a page of each scorer's stream. Returns how many packets were sent.
-    """
-    passed = 0
-    for scorer in run.manifest.scorers:
-        packets = list[Entry]()
-        for entry in islice(waiting_entries(shard, scorer), PAGE):
-            with suppress(WireError):
-                read_packet(run, shard.index, entry.fields)
-                packets.append(entry)
-        states = are_open(run, packets)
-        ended = [entry for entry, is_open in zip(packets, states, strict=True) if not is_open]
-        with suppress(NotNowError):  # while the rollouts stream takes no more, groupers go on emptying it
-            passed += pass_on(shard, scorer, ended)
-    return passed

@@ -70,7 +70,7 @@ class WholeGroups:
         """The slot maps of the groups that are held; None of one that has ended."""
         pipe = self._run.connection.scripts.pipeline(transaction=False)
         for index, group_id in self._held:
-            pipe.hget(self._run.shard(index).keys.group(group_id), "slots")
+            pipe.hget(self._run.shards[index].keys.group(group_id), "slots")
         return dict(zip(self._held, pipe.execute() if self._held else (), strict=True))
 
     def _scored_here(
@@ -97,7 +97,7 @@ class WholeGroups:
         """The packets of groups that some process holds, in the order of their entries."""
         found = {group: dict[str, WaitingPacket]() for group in groups}
         for index in {index for index, _ in groups}:
-            shard = self._run.shard(index)
+            shard = self._run.shards[index]
             pending: Any = shard.connection.scripts.xpending(shard.keys.scoring(self._scorer), self._scorer)
             if pending["min"] is None:
                 continue

@@ -29,10 +29,9 @@ from ..algorithms.estimators.tokens import gae_scan
 from ..algorithms.kl import KLPenalty, approx_kl
 from ..algorithms.packed import PackedBatch
 from ..algorithms.quirks import PeerQuirks
+from ..algorithms.rewards import credited_rewards, outcome_rewards
 from ..algorithms.scan import reverse_scan, turn_returns
-from ..algorithms.segments import Trainable
-from ..algorithms.token_rewards import credited_rewards, outcome_rewards
-from ..algorithms.whitening import whiten
+from ..algorithms.segments import Trainable, whiten
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results
 from .layout import as_batch, padded_tokens

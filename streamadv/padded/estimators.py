@@ -15,9 +15,9 @@ from ..algorithms.estimators.tokens import baseline_scan, gae_scan, optimal_toke
 from ..algorithms.packed import PackedBatch
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import Estimate, get_estimator
+from ..algorithms.rewards import credited
 from ..algorithms.scan import reverse_scan
-from ..algorithms.token_rewards import credited
-from ..algorithms.whitening import whiten
+from ..algorithms.segments import whiten
 from .entrance import checked
 from .layout import as_batch, to_padded
 

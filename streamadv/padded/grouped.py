@@ -28,7 +28,7 @@ from ..algorithms.arguments import (
 from ..algorithms.estimators.outcomes import Singleton, gdpo
 from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import get_estimator
-from ..algorithms.token_rewards import row_rewards
+from ..algorithms.rewards import row_rewards
 from ..errors import ArgumentError, OptionError
 from ..messages import brief
 from .entrance import check_numbers, checked, unchecked

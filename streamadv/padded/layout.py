@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.arguments import Labels
-from ..algorithms.packed import PackedBatch, Steps
-from ..algorithms.packed_checks import BUILT
+from ..algorithms.packed import BUILT, PackedBatch, Steps
 from ..algorithms.packing import by_number, numbered, numbered_array
 from ..algorithms.segments import Trainable, tokens_where
 

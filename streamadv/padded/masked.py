@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Count, Mask, Positive, Rows, Threshold, Tokens
 from ..algorithms.quirks import PeerQuirks
-from ..algorithms.whitening import whiten
+from ..algorithms.segments import whiten
 from ..errors import OptionError
 from ..losses import Aggregation
 from .entrance import checked, differentiable

@@ -13,8 +13,7 @@ from typing import Final
 
 from .. import logs
 from ..units import counted
-from .kept import GRACE_S, Kept
-from .worker import Worker, worker_command
+from .worker import GRACE_S, Kept, Worker, worker_command
 
 LOOK_S: Final = 0.1
 ENDING: Final = f"ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"

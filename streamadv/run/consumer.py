@@ -12,8 +12,9 @@ import math
 import os
 import random
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ResponseError
@@ -66,6 +67,7 @@ class Entry(NamedTuple):
     reclaimed: bool = False  # whoever had it before did not finish it within the lease
 
 
+@dataclass(slots=True)
 class Cursor:
     """How far one consumer is in the stream of one shard.
 
@@ -73,32 +75,13 @@ class Cursor:
     are by this process's own clock: the server's may be set, and a failover brings another one.
     """
 
-    def __init__(self, shard: Shard, stream: str) -> None:
-        self.shard = shard
-        self.stream = stream
-        self.pending_from: str | None = FIRST
-        self.check_due = -math.inf
-        self.expired: list[tuple[str, Delivery]] = []  # to be taken over
-        #: What is pending, with the time since which its delivery is unchanged.
-        self._seen: dict[str, tuple[Delivery, float]] = {}
-
-    def expire(
-        self, pending: Mapping[str, Delivery], in_hand: Container[tuple[int, str]], lease_s: float
-    ) -> None:
-        """Note the entries whose lease is over, oldest first. pending: everything that is now, by entry id."""
-        now, seen = clock.now(), self._seen
-        self._seen = {
-            entry_id: seen[entry_id]
-            if entry_id in seen and seen[entry_id][0] == delivery
-            else (delivery, now)
-            for entry_id, delivery in pending.items()
-        }
-        self.expired = [
-            (entry_id, delivery)
-            for entry_id, (delivery, since) in self._seen.items()
-            if (now - since >= lease_s or delivery.consumer == NOBODY.encode())
-            and (self.shard.index, entry_id) not in in_hand
-        ]
+    shard: Shard
+    stream: str
+    pending_from: str | None = FIRST
+    check_due: float = -math.inf
+    expired: list[tuple[str, Delivery]] = field(default_factory=list)  # to be taken over
+    #: What is pending, with the time since which its delivery is unchanged.
+    seen: dict[str, tuple[Delivery, float]] = field(default_factory=dict)
 
 
 class Consumer:
@@ -182,9 +165,8 @@ class Consumer:
         with self._lock:
             in_hand, self._in_hand = set(self._in_hand), {}
         self._claim(in_hand, NOBODY)
-        for cursor in self._cursors:
-            with suppress(*RETRYABLE):  # else it is forgotten after a while
-                self._retire(cursor, leaves=True)
+        with suppress(*RETRYABLE):  # else it is forgotten after a while
+            self.retire(leaves=True)
 
     def release(self, entries: Sequence[Entry]) -> None:
         """Let others take these at once: this process can do nothing with them."""
@@ -215,14 +197,11 @@ class Consumer:
             over.set()
             keeper.join(1.0)
 
-    def retire_others(self) -> None:
-        """Forget consumers that are gone and have nothing pending."""
-        for cursor in self._cursors:
-            self._retire(cursor, leaves=False)
-
-    def _retire(self, cursor: Cursor, leaves: bool) -> None:
+    def retire(self, leaves: bool = False) -> None:
+        """Forget consumers that are gone and have nothing pending; and this one if it leaves."""
         args = [self.stage, RETIRE_AFTER_MS, self.name, "1" if leaves else ""]
-        cursor.shard.call("retire", args, stream=cursor.stream)
+        for cursor in self._cursors:
+            cursor.shard.call("retire", args, stream=cursor.stream)
 
     def _claim(self, in_hand: set[tuple[int, str]], owner: str) -> None:
         """Have `owner` take entries: one more delivery, which others see. While the server is away, leases go on."""
@@ -240,7 +219,10 @@ class Consumer:
             except ResponseError as error:
                 if isinstance(error, RETRYABLE) or not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise
-                self._make_group(cursor)
+                metrics.group_recreated(self.stage)
+                self._outage.pause()  # somebody may delete it again and again
+                self.run.refresh_if_changed()  # lost with the stream
+                cursor.shard.call("ensure_group", [self.stage], stream=cursor.stream)
                 return []
         except RETRYABLE as error:
             cursor.pending_from = FIRST  # a reply may have been lost
@@ -248,12 +230,6 @@ class Consumer:
             return []
         self._outage.over()
         return entries
-
-    def _make_group(self, cursor: Cursor) -> None:
-        metrics.group_recreated(self.stage)
-        self._outage.pause()  # somebody may delete it again and again
-        self.run.refresh_if_changed()  # lost with the stream
-        cursor.shard.call("ensure_group", [self.stage], stream=cursor.stream)
 
     def _advance(self, cursor: Cursor, count: int, block_ms: int | None) -> list[Entry]:
         """What is pending under its name, then what others have left, then new entries: the first there are."""
@@ -272,12 +248,33 @@ class Consumer:
         return entries
 
     def _check_leases(self, cursor: Cursor) -> None:
+        """Note the entries whose lease is over, oldest first, among all that is pending on the stream."""
         cursor.check_due = clock.now() + self.lease_s / 3 * random.uniform(0.8, 1.2)
-        pending = self._pending(cursor.stream)
+        pending, start = dict[str, Delivery](), "-"
+        page: Any = range(PENDING_PAGE)
+        while len(page) == PENDING_PAGE and start != f"({LAST_ID}":
+            page = self.run.connection.scripts.xpending_range(
+                cursor.stream, self.stage, start, "+", PENDING_PAGE
+            )
+            for item in page:
+                delivery = Delivery(item["consumer"], item["times_delivered"])
+                pending[item["message_id"].decode()] = delivery
+            start = f"({next(reversed(pending), '')}"
+        now, seen = clock.now(), cursor.seen
+        cursor.seen = {
+            entry_id: seen[entry_id]
+            if entry_id in seen and seen[entry_id][0] == delivery
+            else (delivery, now)
+            for entry_id, delivery in pending.items()
+        }
         with self._lock:
-            in_hand = set(self._in_hand)
-        cursor.expire(pending, in_hand, self.lease_s)
-        self.retire_others()
+            cursor.expired = [
+                (entry_id, delivery)
+                for entry_id, (delivery, since) in cursor.seen.items()
+                if (now - since >= self.lease_s or delivery.consumer == NOBODY.encode())
+                and (cursor.shard.index, entry_id) not in self._in_hand
+            ]
+        self.retire()
         self.run.refresh_if_changed(REFRESH_S)
 
     def _take_over(self, cursor: Cursor, count: int) -> list[Entry]:
@@ -294,21 +291,6 @@ class Consumer:
         metrics.entries(self.stage, "reclaimed", len(entries))
         return entries
 
-    def _pending(self, stream: str) -> dict[str, Delivery]:
-        """Everything pending on a stream, by entry id, in their order."""
-        pending: dict[str, Delivery] = {}
-        start = "-"
-        while True:
-            page: Any = self.run.connection.scripts.xpending_range(
-                stream, self.stage, start, "+", PENDING_PAGE
-            )
-            for item in page:
-                delivery = Delivery(item["consumer"], item["times_delivered"])
-                pending[item["message_id"].decode()] = delivery
-            start = f"({next(reversed(pending), '')}"
-            if len(page) < PENDING_PAGE or start == f"({LAST_ID}":
-                return pending
-
     def _group_read(self, cursor: Cursor, start: str, count: int, block_ms: int | None) -> list[Entry]:
         connection = self.run.connection
         client = connection.scripts if block_ms is None else connection.blocking(block_ms)
@@ -320,14 +302,7 @@ class Consumer:
             if reply:
                 self.run.refresh_if_changed()
         else:  # settings given before an entry was written are in force for it
-            pipe: Any = client.pipeline(transaction=False).xreadgroup(*call)
-            self.run.ask_for_news(pipe)
-            replies = pipe.execute(raise_on_error=False)
-            for reply in replies:
-                if isinstance(reply, Exception):
-                    raise reply
-            reply, *news = replies
-            self.run.apply_news(*news)
+            reply = self.run.execute(client.pipeline(transaction=False).xreadgroup(*call))[0]
         pairs = reply.items() if isinstance(reply, dict) else reply or []
         return [entry for _, entries in pairs for entry in entries_of(cursor.shard.index, entries)]
 

@@ -37,16 +37,6 @@ REPEAT_S: Final = 1.0
 LOOK_S: Final = 0.2
 
 
-def call_within(call: Callable[[], T], timeout_s: float, what: str, stop: threading.Event | None = None) -> T:
-    """Returns `call()`. Raises HungError after `timeout_s` seconds, and Stopped GRACE_S after `stop` was set.
-
-    `what` names the call in messages.
-    """
-    limit = _Limit(timeout_s, what, stop)
-    on_main = threading.current_thread() is threading.main_thread()
-    return _call_with_signals(call, limit) if on_main else _call_in_thread(call, limit)
-
-
 class Stopped(BaseException):
     """The process ends, and a call was given up for that: the function is not at fault."""
 
@@ -64,7 +54,7 @@ class _Limit:
         self._stop = stop
         self._started = self._reported = clock.now()
         self._stopped: float | None = None
-        self._interrupted = -math.inf
+        self.interrupted = -math.inf
 
     @property
     def passed(self) -> bool:
@@ -86,13 +76,6 @@ class _Limit:
             text = "%s has not returned after %.0f s%s"
             logger.warning(text, self._what, now - self._started, ending, extra=fields)
         return False
-
-    def interrupt(self) -> None:
-        """Raise _OverdueError if it has passed, REPEAT_S after the last time at the earliest."""
-        now = clock.now()
-        if self.passed and now - self._interrupted >= REPEAT_S:
-            self._interrupted = now
-            raise _OverdueError
 
     def error(self) -> HungError | Stopped:
         seconds = clock.now() - self._started
@@ -116,13 +99,22 @@ def _watch(main: int) -> None:
 
 
 def _on_signal(*_: Any) -> None:
-    if _current is not None:
-        _current.interrupt()
+    limit, now = _current, clock.now()
+    if limit is not None and limit.passed and now - limit.interrupted >= REPEAT_S:
+        limit.interrupted = now
+        raise _OverdueError
 
 
-def _call_with_signals(call: Callable[[], T], limit: _Limit) -> T:
-    """Call on the main thread; signals raise _OverdueError inside the call. Raises as `call_within`."""
+def call_within(call: Callable[[], T], timeout_s: float, what: str, stop: threading.Event | None = None) -> T:
+    """Returns `call()`. Raises HungError after `timeout_s` seconds, and Stopped GRACE_S after `stop` was set.
+
+    `what` names the call in messages.
+    """
     global _current, _watcher
+    limit = _Limit(timeout_s, what, stop)
+    if threading.current_thread() is not threading.main_thread():
+        return _call_in_thread(call, limit)
+    # On the main thread: signals raise _OverdueError inside the call.
     if signal.getsignal(SIGNAL) is not _on_signal:
         signal.signal(SIGNAL, _on_signal)  # never restored: a late signal must find it
     if _watcher is None or not _watcher.is_alive():  # a fork has none

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from .. import clock
-from .malformed import reject
+from .dead_letters import reject
 from .run import Run
 
 HEARTBEAT_S: Final = 10.0
@@ -45,28 +45,14 @@ class LastHeartbeat(NamedTuple):
 
     value: bytes
     when: float
-
-    @property
-    def server_ms(self) -> int:
-        """When, by the server's clock."""
-        return int(self.value.partition(b" ")[0])
-
-    @property
-    def state(self) -> bytes:
-        return self.value.split(b" ")[1]
+    server_ms: int  # by the server's clock
+    state: bytes
+    instance: int
 
     @property
     def is_present(self) -> bool:
         """Whether it has neither finished nor gone."""
         return self.state in (b"open", b"serves")
-
-    def loops_over(self, prompts: str) -> bool:
-        """Whether somebody loops over the set of prompts with this name."""
-        return f"{LOOPS_OVER}{prompts}".encode() in self.value.split(b" ")
-
-    @property
-    def instance(self) -> int:
-        return int(self.value.split(b" ")[2]) if b" " in self.value.partition(b" ")[2] else 0
 
 
 class Attendance:
@@ -106,7 +92,10 @@ class Attendance:
             del stored[name]
         for name, value in stored.items():
             if name not in self._heartbeats or self._heartbeats[name].value != value:
-                self._heartbeats[name] = LastHeartbeat(value, now)
+                ms, state, *more = value.split(b" ")
+                self._heartbeats[name] = LastHeartbeat(
+                    value, now, int(ms), state, int(more[0]) if more else 0
+                )
         names_to_forget = self._past(stored.keys() & self._heartbeats.keys(), now)
         parts = [part for name in names_to_forget for part in (name, self._heartbeats[name].value)]
         for start in range(0, len(parts), 2 * FORGET_SLICE):
@@ -154,9 +143,9 @@ class Attendance:
 
         A producer that does so may have finished: it waits for what others play, or for a checkpoint.
         """
-        limit = clock.now() - PRODUCER_TIMEOUT_S
+        limit, loop = clock.now() - PRODUCER_TIMEOUT_S, f"{LOOPS_OVER}{prompts}".encode()
         return any(
-            last.state != b"gone" and last.when > limit and last.loops_over(prompts)
+            last.state != b"gone" and last.when > limit and loop in last.value.split(b" ")
             for last in self._heartbeats.values()
         )
 

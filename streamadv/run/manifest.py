@@ -205,20 +205,11 @@ class Manifest(BaseModel):
     @property
     def policy_args(self) -> list[Any]:
         """The group policy as the scripts take it: see `lua/lib/close.lua`."""
-        return [
-            _text(self.partial_min_usable),
-            "1" if self.zero_variance_filter else "0",
-            _text(self.difficulty_low),
-            _text(self.difficulty_high),
-            self.dedupe_groups,
-        ]
-
-    def is_current(self, salts: bytes | None, count: int) -> bool:
-        """Whether this can still be the manifest with these salts and so many fields.
-
-        Settings are only added while anybody uses the run.
-        """
-        return salts == self.fields["salts"].encode() and count == len(self.fields) + len(self.ignored)
+        least, low, high = (
+            "" if value is None else repr(value)
+            for value in (self.partial_min_usable, self.difficulty_low, self.difficulty_high)
+        )
+        return [least, "1" if self.zero_variance_filter else "0", low, high, self.dedupe_groups]
 
 
 #: Shared by every process of a run.
@@ -229,13 +220,12 @@ DEFAULTS: Final = {
 
 def manifest_call(
     run: str,
-    settings: RunSettings | None,
+    settings: RunSettings,
     columns: Mapping[str, str] | None = None,
     before: Manifest | None = None,
 ) -> ScriptCall:
     """Read the manifest, after writing what this process knows of it or was given and nobody has written yet."""
     check_run_name(run)
-    settings = given_settings(settings)
     if before is None:
         shards = settings.shards or 1
         salts = [find_salt(run, shard, shards) for shard in range(shards)]
@@ -255,10 +245,21 @@ def parse_manifest(
     Raises ManifestMismatchError when a given or known value differs from the written one, SettingError for a run of
     another schema version.
     """
-    stored, ignored = _text_fields(reply)
+    stored, ignored = dict[str, bytes](), list[str]()
+    for name, value in zip(reply[1::2], reply[2::2], strict=True):
+        try:
+            stored[name.decode()] = value
+        except UnicodeDecodeError:
+            ignored.append(f"manifest field {brief(name)} is no UTF-8")
     salts = _layout(run, stored)
     if before is not None and before.keys.salts != salts:
-        raise ManifestMismatchError(_another_layout(run, before.keys.salts, salts))
+        expected, actual = (
+            f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (before.keys.salts, salts)
+        )
+        raise ManifestMismatchError(
+            f"shards is {expected} in this process, run {run} has {actual} now: {_ANEW}, delete the run and create it "
+            f"again with `streamadv runs create --shards {len(before.keys.salts)} --run {run}`"
+        )
     if settings is not None and settings.shards not in (None, len(salts)):
         raise ManifestMismatchError(f"shards is {settings.shards}, run {run} was created with {len(salts)}")
     values = _pop_unreadable(stored, ignored)
@@ -290,23 +291,18 @@ def parse_manifest(
     )
 
 
-def _text_fields(reply: list[Any]) -> tuple[dict[str, bytes], list[str]]:
-    """The fields of the manifest by name, and a line for each whose name is no text."""
-    fields, ignored = {}, []
-    for name, value in zip(reply[1::2], reply[2::2], strict=True):
-        try:
-            fields[name.decode()] = value
-        except UnicodeDecodeError:
-            ignored.append(f"manifest field {brief(name)} is no UTF-8")
-    return fields, ignored
-
-
 def _pop_unreadable(stored: dict[str, bytes], ignored: list[str]) -> dict[str, Any]:
     """The value of every setting. Fields that cannot be read leave `stored`, with a line in `ignored`."""
     values = dict(DEFAULTS)
     for name in DEFAULTS.keys() & stored.keys():
-        value, problem = _setting(name, stored[name])
-        if problem is None:
+        text, value, problem = stored[name], None, "no value"
+        try:
+            value = getattr(RunSettings.model_validate_json(b'{"%s": %s}' % (name.encode(), text)), name)
+        except SettingError as error:
+            problem = str(error).removeprefix(_OF_RUN)
+        except ValidationError as error:  # no JSON at all
+            problem = first_problem(error)
+        if value is not None:
             values[name] = value
         else:
             ignored.append(f"manifest {name} is {brief(stored.pop(name))}: {problem}; {values[name]!r} holds")
@@ -322,14 +318,6 @@ _ANEW: Final = (
     "it was changed, or its manifest was lost and another process, which did not know it, wrote a new one; "
     "stop all processes of the run"
 )
-
-
-def _another_layout(run: str, before: tuple[int, ...], salts: tuple[int, ...]) -> str:
-    expected, actual = (f"{len(salts)} (salts {', '.join(map(str, salts[:8]))})" for salts in (before, salts))
-    return (
-        f"shards is {expected} in this process, run {run} has {actual} now: {_ANEW}, delete the run and create it "
-        f"again with `streamadv runs create --shards {len(before)} --run {run}`"
-    )
 
 
 def _layout(run: str, stored: Mapping[str, bytes]) -> tuple[int, ...]:
@@ -350,17 +338,6 @@ def _layout(run: str, stored: Mapping[str, bytes]) -> tuple[int, ...]:
             f"and `streamadv replay` them into another run"
         )
     return salts
-
-
-def _setting(name: str, text: bytes) -> tuple[Any, str | None]:
-    """A stored setting, or why it is none."""
-    try:
-        value = getattr(RunSettings.model_validate_json(b'{"%s": %s}' % (name.encode(), text)), name)
-    except SettingError as error:
-        return None, str(error).removeprefix(_OF_RUN)
-    except ValidationError as error:  # no JSON at all
-        return None, first_problem(error)
-    return value, None if value is not None else "no value"
 
 
 def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:
@@ -386,7 +363,3 @@ def given_settings(settings: RunSettings | None) -> RunSettings:
     if settings is not None and not isinstance(settings, RunSettings):
         raise SettingError(f"settings is {brief(settings)}, needs streamadv.RunSettings(NAME=VALUE, ...)")
     return settings or RunSettings()
-
-
-def _text(value: float | None) -> str:
-    return "" if value is None else repr(value)

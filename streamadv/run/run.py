@@ -60,12 +60,18 @@ def fenced(run: str) -> EpochFencedError:
 class Run:
     """One run on one server. Made by `open_run` and `find_run`."""
 
+    manifest: Manifest
+    keys: RunKeys
+    shards: list[Shard]
+    home: Shard  # the shard that also holds what concerns the whole run: session, batches, producers
+
     def __init__(self, name: str, connection: Connection, settings: RunSettings | None) -> None:
         self.name = name
         self.connection = connection
         self._settings = settings
+        self._known: Manifest | None = None  # what this process writes back
         self._looked = clock.now()
-        self.manifest: Manifest = self._read(None)
+        self.refresh()
 
     def refresh(self) -> None:
         """Read the manifest again: another process may have written a setting since, or the server lost it.
@@ -73,32 +79,9 @@ class Run:
         What this process knows of it is written back. Raises ManifestMismatchError when another manifest stands there.
         Without settings this only reads; raises SettingError when the run does not exist.
         """
-        self.manifest = self._read(None if self._settings is None else self.manifest)
-
-    def refresh_if_changed(self, every_s: float = 0.0) -> None:
-        """`refresh`, if there is anything new: one small round trip, unless the last look was within `every_s`."""
-        if clock.now() - self._looked < every_s:
-            return
-        pipe = self.connection.scripts.pipeline(transaction=False)
-        self.ask_for_news(pipe)
-        self.apply_news(*pipe.execute())
-
-    def ask_for_news(self, pipe: Any) -> None:
-        """Add to a pipeline the two replies that `apply_news` takes."""
-        key = manifest_key(self.name)
-        pipe.hget(key, "salts")
-        pipe.hlen(key)
-
-    def apply_news(self, salts: bytes | None, count: int) -> None:
-        """`refresh`, if the manifest with these salts and so many fields may be another one."""
-        self._looked = clock.now()
-        if not self.manifest.is_current(salts, count):
-            self.refresh()
-
-    def _read(self, before: Manifest | None) -> Manifest:
-        scripts = self.connection.scripts
+        scripts, settings = self.connection.scripts, self._settings
         reply: Any
-        if self._settings is None:
+        if settings is None:
             stored: Any = scripts.hgetall(manifest_key(self.name))
             if not stored:
                 raise SettingError(
@@ -106,11 +89,36 @@ class Run:
                 )
             reply = [0, *(part for pair in stored.items() for part in pair)]
         else:
-            reply = run_script(scripts, manifest_call(self.name, self._settings, before=before))
-        manifest = parse_manifest(self.name, self._settings, reply, before)
-        if reply[0] or (before is None and self._settings is not None):
-            run_script(scripts, register_call(self.name))
-        return manifest
+            reply = run_script(scripts, manifest_call(self.name, settings, before=self._known))
+        manifest = parse_manifest(self.name, settings, reply, self._known)
+        if settings is not None:
+            if reply[0] or self._known is None:
+                run_script(scripts, register_call(self.name))
+            self._known = manifest
+        self.manifest, self.keys = manifest, manifest.keys
+        self.shards = [
+            Shard(self.name, index, keys, self.connection) for index, keys in enumerate(self.keys.shards)
+        ]
+        self.home = self.shards[0]
+
+    def refresh_if_changed(self, every_s: float = 0.0) -> None:
+        """`refresh`, if there is anything new: one small round trip, unless the last look was within `every_s`."""
+        if clock.now() - self._looked >= every_s:
+            self.execute(self.connection.scripts.pipeline(transaction=False))
+
+    def execute(self, pipe: Any) -> list[Any]:
+        """The replies to a pipeline, which asks with it for the salts and the number of fields of the manifest.
+
+        `refresh`, if they are others than this process knows: settings are only added while anybody uses the run.
+        """
+        replies: list[Any]
+        key = manifest_key(self.name)
+        *replies, salts, count = pipe.hget(key, "salts").hlen(key).execute()
+        self._looked = clock.now()
+        fields, ignored = self.manifest.fields, self.manifest.ignored
+        if salts != fields["salts"].encode() or count != len(fields) + len(ignored):
+            self.refresh()
+        return replies
 
     def change(self, settings: RunSettings) -> None:
         """Write other values of settings. Nobody may be using the run: whoever knows the old ones stops.
@@ -125,25 +133,9 @@ class Run:
         self.connection.scripts.hset(manifest_key(self.name), mapping=fields)
         self.refresh()
 
-    @property
-    def keys(self) -> RunKeys:
-        return self.manifest.keys
-
-    @property
-    def shards(self) -> list[Shard]:
-        return [self.shard(index) for index in range(len(self.keys.salts))]
-
-    @property
-    def home(self) -> Shard:
-        """The shard that also holds what concerns the whole run: session, batches, producers."""
-        return self.shard(0)
-
-    def shard(self, index: int) -> Shard:
-        return Shard(self.name, index, self.keys.shard(index), self.connection)
-
     def shard_of(self, group_id: str) -> Shard:
         """The shard that the group lives in."""
-        return self.shard(self.keys.shard_of(group_id))
+        return self.shards[self.keys.shard_of(group_id)]
 
     def now_ms(self) -> int:
         """The server's clock, in milliseconds since 1970."""

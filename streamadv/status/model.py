@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self
 
-from ..grouping.short_groups import Loss
+from ..grouping.housekeeping import Loss
 from ..run.ledger import QUEUED, by_reason
 from ..units import seconds_text
 from .evaluations import Evaluation

@@ -12,7 +12,7 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from ..errors import SettingError
-from ..grouping.short_groups import loss_of
+from ..grouping.housekeeping import loss_of
 from ..messages import one_line
 from ..run import Run
 from ..run.heartbeats import HeardRank, heard_ranks

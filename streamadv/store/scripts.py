@@ -26,7 +26,7 @@ The script finds its keys in the Lua table `keys` (`keys.trainer`), a list among
 
 Pipeline processes call scripts through a shard of their run:
 
-    run.shard(0).call("sweep", items, payloads=payload_keys)
+    run.shards[0].call("sweep", items, payloads=payload_keys)
     run.home.call("trained", [fence, version, groups, "", "", ""], version=run.home.keys.session)
 
 Producers make the call and leave it to their generator's driver to send it:

@@ -22,7 +22,7 @@ from ..grouping.groups_log import read_groups
 from ..grouping.layout import Layout
 from ..messages import brief, log_fields
 from ..run import Shard
-from ..run.malformed import reject
+from ..run.dead_letters import reject
 from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
 from .fetch import ReadAhead

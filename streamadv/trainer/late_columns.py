@@ -115,7 +115,7 @@ def keep_late(
         for (shard, output), fields in calls.items():
             for start in range(0, len(fields) if output else 0, 2 * KEEP_SLICE):
                 arguments = [fence, batch, *fields[start : start + 2 * KEEP_SLICE]]
-                run.shard(shard).call("keep_late", arguments, output=output)
+                run.shards[shard].call("keep_late", arguments, output=output)
 
 
 def late_values(name: str, supplier: LateColumn, micro_batch: MicroBatch) -> Tensor:

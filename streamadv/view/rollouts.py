@@ -77,7 +77,7 @@ def find(run: Run, lines: Sequence[Line], group_id: str) -> SeenGroup | None:
 def read_again(run: Run, line: Line) -> SeenGroup | None:
     """The group of this line as it is now; wherever it is once it has left its place."""
     if line.where == "kept":
-        shard = run.shard(line.shard)
+        shard = run.shards[line.shard]
         page: Any = shard.connection.scripts.xrange(shard.keys.kept, line.entry, line.entry, 1)
         if page:
             return KeptEntry(shard.index, line.entry, page[0][1]).seen()

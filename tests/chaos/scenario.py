@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from streamadv.advantage import poison
+from streamadv.advantage import compute as computing
 from streamadv.advantage.prepare import prepare
 from streamadv.advantage.worker import publish
 from streamadv.algorithms.device import choose_device
@@ -304,7 +304,7 @@ def grouper(world: World) -> Life:
             grouping.take(run, entries)
             consumer.done(entries)
         grouping.Housekeeping(run).round()
-        consumer.retire_others()
+        consumer.retire()
         yield
 
 
@@ -315,7 +315,7 @@ def worker(world: World) -> Life:
     while True:
         for entry in consumer.read(1):
             prepared = prepare(run, entry)
-            publish(run, poison.compute_safely(run, prepared, cpu))
+            publish(run, computing.compute_safely(run, prepared, cpu))
             consumer.done([entry])
         yield
 

@@ -27,7 +27,7 @@ import redis
 import redis.client
 import redis.cluster
 
-from streamadv.advantage import poison
+from streamadv.advantage import compute as computing
 from streamadv.store import scripts
 from streamadv.store.exchange import Client
 
@@ -109,18 +109,18 @@ def _called(names: dict[str, str], command: Sequence[Any]) -> list[str]:
 @contextmanager
 def _after_compute(reached: Hook) -> Iterator[None]:
 
-    compute = poison.compute
+    compute = computing.compute
 
     def on_compute(*args: Any) -> Any:
         result = compute(*args)
         reached(FETCH_PUBLISH)
         return result
 
-    poison.compute = on_compute  # type: ignore[assignment]
+    computing.compute = on_compute  # type: ignore[assignment]
     try:
         yield
     finally:
-        poison.compute = compute
+        computing.compute = compute
 
 
 def killer(at: str, note: Path | None = None) -> Hook:

@@ -16,8 +16,7 @@ from streamadv.cli import main
 from streamadv.cli.parser import split_commands
 from streamadv.errors import ProcessEndedError
 from streamadv.processes import machine
-from streamadv.processes.kept import Kept
-from streamadv.processes.worker import LONGEST_S, MOST_ENDS, WORKED_S, Worker
+from streamadv.processes.worker import LONGEST_S, MOST_ENDS, WORKED_S, Kept, Worker
 from streamadv.store.connection import Connection
 from streamadv.trajectory.interchange import write_trajectory
 from tests.children import descendants, runs, worker_of

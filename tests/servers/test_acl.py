@@ -278,7 +278,7 @@ def test_the_pipeline_can_do_its_job_and_needs_all_it_is_allowed(
         group_all(run)
         carry_ends(run)
         monkeypatch.setattr(streams, "RETIRE_AFTER_MS", 0)
-        consumer_of(run).retire_others()
+        consumer_of(run).retire()
     world.connection.close()
     owner.connection.close()
     commands = {command for commands in acl.PIPELINE.rules.values() for command in commands.split()}

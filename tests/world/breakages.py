@@ -201,8 +201,8 @@ MUTANTS: Final[dict[str, Mutant]] = {
     ),
     # Consumers and trainer
     "what was pending is not read again": Mutant(
-        "streamadv/run/consumer.py", "        self.pending_from: str | None = FIRST\n",
-        "        self.pending_from: str | None = None\n",
+        "streamadv/run/consumer.py", "    pending_from: str | None = FIRST\n",
+        "    pending_from: str | None = None\n",
     ),
     "a lease never ends": Mutant(
         "streamadv/run/consumer.py", "while cursor.expired:", "while cursor.expired and False:"

@@ -13,12 +13,12 @@ import json
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ...extras import torch
 from ..chain_metrics import fetch
 from ..packed import Level, PackedBatch
-from ..registry import SCOPES, Scope, get_estimator
+from ..registry import SCOPES, Scope
 from ..rewards import RunningMoments
 from .advantages import check_finite, estimating_steps
 from .config import ChainConfig, parse_config
@@ -30,9 +30,6 @@ from .sources import run_by_source
 from .step import ChainResult as ChainResult
 from .step import ChainStep, State
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 #: Steps that change the estimator's advantages.
 ADVANTAGE_STEPS: Final = frozenset({"kl_to_go", "distill", "advantages"})
 
@@ -43,6 +40,7 @@ class Chain:
 
     config: ChainConfig
     steps: tuple[ChainStep, ...]
+    level: Level  # what one value of the result belongs to
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -58,11 +56,6 @@ class Chain:
     def scope(self) -> Scope:
         """The widest scope of any step; "row" without steps."""
         return SCOPES[max((SCOPES.index(step.scope) for step in self.steps), default=0)]
-
-    @property
-    def level(self) -> Level:
-        """What one value of the result belongs to."""
-        return self.config.level
 
     def cut(self, late: Set[str]) -> tuple[Chain, Chain]:
         """The steps before the first one that needs a column in `late`, and the steps from it on.
@@ -104,7 +97,7 @@ def build_chain(source: ChainConfig | str | Mapping[str, Any]) -> Chain:
     if config._corrects_first:
         steps = [steps[0], *correction, *steps[1:]]
         correction = []
-    return Chain(config, (*steps, *estimating_steps(config), *correction))
+    return Chain(config, (*steps, *estimating_steps(config), *correction), config.level)
 
 
 def cut_chain(config: Mapping[str, Any], late: Iterable[str]) -> tuple[Chain, Chain]:
@@ -154,18 +147,17 @@ def _run(
     metrics, weights = fetch({**state.metrics, **state.estimated})
     estimated = {name: metrics.pop(name) for name in state.estimated if name in metrics}
     weights = {name: weights[name] for name in metrics}
-    check_finite(get_estimator(chain.config.estimator), chain.needs, estimated)
+    check_finite(chain.config.estimator, chain.needs, estimated)
+    advantages, returns = (
+        None if values is None else values.to(torch.float32) for values in (state.advantages, state.returns)
+    )
     return ChainResult(
         level=state.level,
-        advantages=_rounded(state.advantages),
-        returns=_rounded(state.returns),
+        advantages=advantages,
+        returns=returns,
         rewards=state.batch.rewards,
         step_rewards=state.batch.steps.rewards,
         columns=state.changed,
         metrics=metrics,
         weights=weights,
     )
-
-
-def _rounded(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.to(torch.float32)

@@ -21,9 +21,9 @@ from ..packed import Level, PackedBatch, ends_of, expand, span_sum, token_step
 from ..registry import Estimate, Estimator, Scope, get_estimator
 from ..rewards import clip
 from ..scan import scan_segments
-from ..whitening import Summary, summarise, whiten, whiten_weighted
+from ..segments import Summary, summarise, whiten, whiten_weighted
 from .config import ChainConfig, DistillConfig, KLConfig
-from .rewards import kl_metrics, kl_target, kl_text
+from .rewards import kl_metrics, kl_text
 from .step import ChainStep, State
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _kl_to_go_step(config: KLConfig) -> ChainStep:
         return replace(state.with_metrics(metrics), advantages=advantages, returns=returns, summary=known)
 
     needs = ("response_mask", config.log_probs, "ref_log_probs")
-    text = f"{kl_text(config)} to the end of the step, off the advantages{kl_target(config)}"
+    text = kl_text(config, " to the end of the step, off the advantages")
     return ChainStep("kl_to_go", needs, "row", text, run)
 
 
@@ -220,7 +220,7 @@ def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, An
     return replace(result, advantages=advantages, returns=returns)
 
 
-def check_finite(definition: Estimator, inputs: tuple[str, ...], summaries: Mapping[str, float]) -> None:
+def check_finite(estimator: str, inputs: tuple[str, ...], summaries: Mapping[str, float]) -> None:
     """Raise EstimatorError unless float32 can hold all values of `summaries`.
 
     summaries: `chain_metrics.summary` of the estimate's advantages and returns over trainable tokens.
@@ -229,7 +229,7 @@ def check_finite(definition: Estimator, inputs: tuple[str, ...], summaries: Mapp
         if not math.isfinite(value) or abs(value) > GREATEST_FLOAT32:
             columns = ", ".join(inputs) or "none"
             raise EstimatorError(
-                f"estimator {definition.name}: {name} is {value}, not finite in float32, over trainable tokens: "
+                f"estimator {estimator}: {name} is {value}, not finite in float32, over trainable tokens: "
                 f"look at what it divides by, at the rewards and at the columns it is made from ({columns})"
             )
 

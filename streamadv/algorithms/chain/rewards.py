@@ -12,10 +12,16 @@ from ..chain_metrics import MEAN_KL, Metric, fraction, mean, summary
 from ..kl import column_kl
 from ..packed import PackedBatch, span_sum
 from ..registry import Scope, get_estimator
-from ..rewards import clip, normalise, overlong_penalty, truncation_penalty
-from ..segments import segment_sum, whole
-from ..token_rewards import credited, outcome_rewards, step_rewards
-from ..whitening import summarise, whiten
+from ..rewards import (
+    clip,
+    credited,
+    normalise,
+    outcome_rewards,
+    overlong_penalty,
+    step_rewards,
+    truncation_penalty,
+)
+from ..segments import segment_sum, summarise, whiten, whole
 from .config import ChainConfig, KLConfig, RewardConfig
 from .step import ChainStep, State
 
@@ -137,7 +143,7 @@ def _kl_step(config: KLConfig, by_token: bool, by_step: bool, last_row: bool) ->
 
     makes = ("token_level_rewards",) if by_token else ()
     needs = ("response_mask", config.log_probs, "ref_log_probs", *makes)
-    return ChainStep("kl", needs, "row", f"{kl_text(config)}, off the rewards{kl_target(config)}", run, makes)
+    return ChainStep("kl", needs, "row", kl_text(config, ", off the rewards"), run, makes)
 
 
 def kl_metrics(row_kl: Tensor, counts: Tensor, coefficient: float) -> dict[str, Metric]:
@@ -149,12 +155,9 @@ def kl_metrics(row_kl: Tensor, counts: Tensor, coefficient: float) -> dict[str, 
     }
 
 
-def kl_text(config: KLConfig) -> str:
-    return f"{config.penalty} of {config.log_probs} against ref_log_probs"
-
-
-def kl_target(config: KLConfig) -> str:
-    return f", towards {config.target}" if config.target else ""
+def kl_text(config: KLConfig, off: str) -> str:
+    target = f", towards {config.target}" if config.target else ""
+    return f"{config.penalty} of {config.log_probs} against ref_log_probs{off}{target}"
 
 
 def _token_reward_clip_step(limit: float) -> ChainStep:

@@ -10,8 +10,7 @@ from ..chain_metrics import fraction, summary
 from ..packed import PackedBatch, expand
 from ..registry import Scope
 from ..rewards import difficulty_factor, length_factor
-from ..segments import Moments, moments, segment_sum, spread
-from ..whitening import summarise
+from ..segments import Moments, moments, segment_sum, spread, summarise
 from .config import ChainConfig, MaskConfig, RewardConfig, SampleWeightConfig
 from .rewards import pushed_rewards
 from .step import ChainStep, State

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import EstimatorError
 from ...extras import torch
-from ..packed import PackedBatch, Part, part_of
+from ..packed import PackedBatch
 from ..registry import Estimate, find_estimator
 from . import build_chain, run_chain
+from .sources import Part, part_of
 from .step import ChainResult
 
 if TYPE_CHECKING:

@@ -1,13 +1,14 @@
-"""A batch split by the data source of its groups, and the results of the parts put together again."""
+"""Parts of a batch: those of its data sources, whose results are put together again, and any others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ...extras import torch
 from ..chain_metrics import merge_metrics
-from ..packed import Level, PackedBatch, Part, part_of
+from ..packed import Level, PackedBatch, Steps, ends_of, offsets_of
 from .step import ChainResult
 
 if TYPE_CHECKING:
@@ -66,3 +67,73 @@ def _scattered(count: int, indices: Sequence[Tensor], values: Sequence[Any]) -> 
     for index, part in zip(indices, values, strict=True):
         whole[index] = part
     return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Trajectories of a batch, and where their values stand in the whole one: int64 indices."""
+
+    batch: PackedBatch
+    trajectories: Tensor
+    indices: Mapping[Level, Tensor]  # of rows, steps and tokens
+
+
+def part_of(batch: PackedBatch, trajectories: Tensor) -> Part:
+    """The trajectories [K] int64, in this order; those of a group must follow each other.
+
+    Groups are numbered anew, columns copied. The host waits for a device to know how many rows and tokens there are.
+    """
+    rows, row_trajectory = _spans(batch.row_offsets, trajectories)
+    tokens, _ = _spans(batch.cu_seqlens, rows)
+    step_offsets = offsets_of(batch.steps.trajectory, batch.num_trajectories)
+    positions, step_trajectory = _spans(step_offsets, trajectories)
+    cu_seqlens = ends_of(batch.row_lengths[rows])
+    present, groups = torch.unique_consecutive(batch.trajectory_group[trajectories], return_inverse=True)
+    part = replace(
+        batch,
+        cu_seqlens=cu_seqlens,
+        row_trajectory=row_trajectory,
+        row_trainable=batch.row_trainable[rows],
+        trajectory_group=groups,
+        rewards=batch.rewards[trajectories],
+        baseline=batch.baseline[trajectories],
+        steps=_steps(batch, rows, positions, step_trajectory, cu_seqlens),
+        num_tokens=len(tokens),
+        num_groups=len(present),
+        columns={name: column[tokens] for name, column in batch.columns.items()},
+        components={name: rewards[trajectories] for name, rewards in batch.components.items()},
+        scores=None if batch.scores is None else batch.scores[trajectories],
+        truncated=None if batch.truncated is None else batch.truncated[trajectories],
+        given_mask=None if batch.given_mask is None else batch.given_mask[tokens],
+        group_sources=[batch.group_sources[group] for group in present.tolist()]
+        if batch.group_sources
+        else (),
+    )
+    return Part(part, trajectories, {"row": rows, "step": positions, "token": tokens})
+
+
+def _steps(batch: PackedBatch, rows: Tensor, positions: Tensor, owners: Tensor, cu_seqlens: Tensor) -> Steps:
+    """The steps at `positions`, of the trajectories `owners`; rows and cu_seqlens: of the part."""
+    steps = batch.steps
+    row_in_part = torch.empty_like(batch.row_trajectory)
+    row_in_part[rows] = torch.arange(len(rows), device=rows.device)
+    row = row_in_part[steps.row[positions]]
+    shift = cu_seqlens[row] - batch.cu_seqlens[steps.row[positions]]
+    start, end = steps.start[positions] + shift, steps.end[positions] + shift
+    return Steps(
+        trajectory=owners,
+        row=row,
+        start=start,
+        end=end,
+        rewards=steps.rewards[positions],
+        state=steps.state[positions],
+        num_tokens=int((end - start).sum()),
+    )
+
+
+def _spans(offsets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(the indices offsets[p] : offsets[p + 1] of all `positions`, one after another; of each the number of its p)."""
+    lengths = offsets[positions + 1] - offsets[positions]
+    owner = torch.repeat_interleave(lengths)
+    shift = offsets[positions] - ends_of(lengths)[:-1]
+    return shift[owner] + torch.arange(len(owner), device=owner.device), owner

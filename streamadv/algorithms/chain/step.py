@@ -10,8 +10,7 @@ from ..chain_metrics import Metric
 from ..packed import Level, PackedBatch
 from ..registry import Scope
 from ..rewards import RunningMoments
-from ..segments import Trainable
-from ..whitening import Summary
+from ..segments import Summary, Trainable
 
 if TYPE_CHECKING:
     from torch import Tensor

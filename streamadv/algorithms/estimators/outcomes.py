@@ -10,8 +10,7 @@ from ..packed import PackedBatch, expand
 from ..registry import Estimate, NotNegative, Positive, Share, estimator
 from ..rewards import normalise
 from ..scan import ends_row, reverse_scan
-from ..segments import moments, segment_max, segment_min, segment_sum, whole
-from ..whitening import whiten, whiten_weighted
+from ..segments import moments, segment_max, segment_min, segment_sum, whiten, whiten_weighted, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

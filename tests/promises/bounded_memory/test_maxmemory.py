@@ -13,7 +13,7 @@ import pytest
 import redis
 import torch
 
-from streamadv.advantage.poison import compute_safely
+from streamadv.advantage.compute import compute_safely
 from streamadv.advantage.prepare import prepare
 from streamadv.advantage.worker import publish
 from streamadv.errors import Busy, NoBatchError

@@ -14,8 +14,7 @@ import streamadv.run.heartbeats
 from streamadv import cli
 from streamadv.errors import Busy, NoBatchError
 from streamadv.grouping import grouper, housekeeping
-from streamadv.grouping.housekeeping import LostProducers
-from streamadv.grouping.short_groups import Loss
+from streamadv.grouping.housekeeping import Loss, LostProducers
 from streamadv.producer import Producer
 from streamadv.run import RunSettings
 from streamadv.run.consumer import Consumer

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamadv.advantage import poison
-from streamadv.advantage.poison import MAX_ATTEMPTS, compute_safely
+from streamadv.advantage import compute as computing
+from streamadv.advantage.compute import MAX_ATTEMPTS, compute_safely
 from streamadv.advantage.prepare import PreparedItem, prepare
 from streamadv.algorithms.registry import estimator
 from streamadv.cli import dead as cli_dead
@@ -254,8 +254,8 @@ def test_an_exception_of_a_group_alone_is_final(named: Run, monkeypatch: pytest.
         sizes.append(len(prepared.living))
         return original(prepared, device)
 
-    original = poison.compute
-    monkeypatch.setattr(poison, "compute", compute)
+    original = computing.compute
+    monkeypatch.setattr(computing, "compute", compute)
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     compute_safely(named, prepare(named, entry), CPU)
     assert sizes == [3, 1, 1, 1, 2]
@@ -303,7 +303,7 @@ def test_a_group_on_which_the_computation_does_not_end_is_left_out(
     named: Run, forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hang() -> None:
-        forward(2 * poison.TIMEOUT_S)
+        forward(2 * computing.TIMEOUT_S)
         threading.Event().wait()
 
     monkeypatch.setattr(brittle, "wait", hang)
@@ -335,8 +335,8 @@ def test_a_batch_that_fails_only_as_a_whole_is_the_fault_of_the_chain(
             raise EstimatorError("advantages/mean is nan")
         return compute(prepared, device)
 
-    compute = poison.compute
-    monkeypatch.setattr(poison, "compute", compute_alone)
+    compute = computing.compute
+    monkeypatch.setattr(computing, "compute", compute_alone)
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     with pytest.raises(ChainError, match=r"groups that compute alone fail together: advantages/mean is nan"):
         compute_safely(named, prepare(named, entry), CPU)
@@ -347,7 +347,7 @@ def test_a_fault_of_the_code_buries_nothing(named: Run, monkeypatch: pytest.Monk
     ((entry,),) = batches_read(consumer_of(named, ADVANTAGE), 1)
     prepared = prepare(named, entry)
     one = dataclasses.replace(prepared, groups=prepared.groups[:1])
-    monkeypatch.setattr(poison, "compute", raise_type_error)
+    monkeypatch.setattr(computing, "compute", raise_type_error)
     with pytest.raises(ChainError, match="TypeError: wrong arguments"):
         compute_safely(named, one, CPU)
 

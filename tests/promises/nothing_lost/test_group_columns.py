@@ -174,7 +174,7 @@ def test_a_group_that_is_dropped_takes_them_along(fake: Connection, end: str) ->
             make_overdue(run, "g")
         else:
             holders: Any = fake.scripts.hget(run.keys.shard(0).group("g"), "holders")
-            run.shard(0).call("withdraw", ["g", holders], group="g")
+            run.shards[0].call("withdraw", ["g", holders], group="g")
         group_all(run)
         assert stored(run) == 0
         assert run.counters()["groups_open"] == 0
@@ -212,21 +212,21 @@ def test_a_dead_group_comes_back_with_them(fake: Connection) -> None:
     run = join(fake, "r")
     group_all(run)
     group = logged(run)["g"]
-    run.shard(0).call("set_trainer", ["1 1-aa", 0, "", "", "", "", "", ""])
-    run.shard(0).call(
+    run.shards[0].call("set_trainer", ["1 1-aa", 0, "", "", "", "", "", ""])
+    run.shards[0].call(
         "dead_letter_group",
         ["1 1-aa", group.entry, "g", "", "undecodable", "test", 2, group.size_bytes],
         dead_group="g",
     )
     assert problems(run) == []
     assert len(payload_keys(run)) == 3
-    run.shard(0).call("requeue", ["g"], dead_group="g")
+    run.shards[0].call("requeue", ["g"], dead_group="g")
     [back] = logged(run).values()
     assert back.columns == group.columns
     assert problems(run) == []
     letter = ["1 1-aa", back.entry, "g", "", "undecodable", "test", 2, group.size_bytes]
-    run.shard(0).call("dead_letter_group", letter, dead_group="g")
-    run.shard(0).call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shard(0).dead_group("g")])
+    run.shards[0].call("dead_letter_group", letter, dead_group="g")
+    run.shards[0].call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shard(0).dead_group("g")])
     assert stored(run) == 0
 
 

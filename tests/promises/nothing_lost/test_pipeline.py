@@ -10,7 +10,8 @@ import pytest
 import redis
 import torch
 
-from streamadv.advantage import poison, worker
+from streamadv.advantage import compute as computing
+from streamadv.advantage import worker
 from streamadv.advantage.worker import run_worker
 from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
@@ -161,7 +162,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
 ) -> None:
     """Also with its queues full."""
     computed = threading.Semaphore(0)
-    compute = poison.compute
+    compute = computing.compute
 
     def count(*args: Any) -> Any:
         computed.release()
@@ -172,7 +173,7 @@ def test_a_worker_whose_publisher_fails_ends_with_the_error(
             assert computed.acquire(timeout=30)
         raise ZeroDivisionError("publisher")
 
-    monkeypatch.setattr(poison, "compute", count)
+    monkeypatch.setattr(computing, "compute", count)
     monkeypatch.setattr(worker, "publish", fail)
     with producing(redis_url, run) as producer:
         push_groups(producer, 6)
@@ -190,7 +191,7 @@ def test_a_worker_survives_an_outage_while_it_counts_tries(
     redis_url: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch fails once as a whole, and the server is away when its groups are to be tried one by one."""
-    compute, call = poison.compute, Shard.call
+    compute, call = computing.compute, Shard.call
     broken, away = iter([True]), iter([True])
 
     def compute_or_fail(*args: Any) -> Any:
@@ -203,7 +204,7 @@ def test_a_worker_survives_an_outage_while_it_counts_tries(
             raise redis.ConnectionError("away")
         return call(self, name, *args, **given)
 
-    monkeypatch.setattr(poison, "compute", compute_or_fail)
+    monkeypatch.setattr(computing, "compute", compute_or_fail)
     monkeypatch.setattr(Shard, "call", call_or_fail)
     with producing(redis_url, run) as producer:
         push_groups(producer, 2)

@@ -14,8 +14,7 @@ from redis.client import Pipeline
 from redis.exceptions import ExecAbortError
 
 from streamadv.advantage import worker
-from streamadv.advantage.compute import compute
-from streamadv.advantage.poison import compute_safely, isolate
+from streamadv.advantage.compute import compute, compute_safely, isolate
 from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
 from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.device import choose_device

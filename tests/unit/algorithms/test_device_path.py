@@ -17,10 +17,9 @@ from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_name
 from streamadv.algorithms.estimators.tokens import gae_scan
 from streamadv.algorithms.packing import pack_members
 from streamadv.algorithms.registry import get_estimator
+from streamadv.algorithms.rewards import credited_rewards, row_rewards
 from streamadv.algorithms.scan import turn_mean, turn_returns
-from streamadv.algorithms.segments import tokens_where
-from streamadv.algorithms.token_rewards import credited_rewards, row_rewards
-from streamadv.algorithms.whitening import whiten
+from streamadv.algorithms.segments import tokens_where, whiten
 from streamadv.grouping.layout import Layout
 from streamadv.padded.layout import padded_tokens
 from tests.shares import examples

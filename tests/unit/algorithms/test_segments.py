@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.algorithms.segments import moments, segment_sum, tokens_where
-from streamadv.algorithms.whitening import whiten, whiten_weighted
+from streamadv.algorithms.segments import moments, segment_sum, tokens_where, whiten, whiten_weighted
 from tests.shares import examples
 
 groups = st.lists(

@@ -18,7 +18,7 @@ from streamadv.algorithms import (
     merge_metrics,
     run_chain,
 )
-from streamadv.algorithms.packed import part_of
+from streamadv.algorithms.chain.sources import part_of
 from streamadv.errors import ArgumentError
 
 from .reference import batch_of, random_pairs

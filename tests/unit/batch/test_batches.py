@@ -316,7 +316,7 @@ def test_a_shard_may_learn_of_a_batch_in_parts(
 ) -> None:
     """The trainer may die in between, and the home shard may lose the batch's record then."""
     run, record = named
-    shard = run.shard(record.groups[0].shard)
+    shard = run.shards[record.groups[0].shard]
     first = record.in_shard(shard.index)[0]
     shard.call("apply_batch", [FENCE, record.id, "complete", 1, f"{first.entry} {first.trajectories}"])
     assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (2, 14)

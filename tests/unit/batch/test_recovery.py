@@ -64,7 +64,7 @@ def test_a_batch_that_shards_have_lost_is_applied_again(run: Run) -> None:
     lose_application(run, record)
     assert ledger(run)["in_flight"] == 8
     take_over(run, SETTINGS, progress)
-    assert all(record.id in applied_ids(run, run.shard(pointer.shard)) for pointer in record.groups)
+    assert all(record.id in applied_ids(run, run.shards[pointer.shard]) for pointer in record.groups)
     assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (16, 0)
     assert problems(run) == []
 
@@ -90,7 +90,7 @@ def test_a_batch_that_misses_a_group_is_named_again_and_all_after_it(run: Run) -
     leader = begin(run, progress)
     before = {k: batch.record for k, batch in leader.batches.items()}
     lost = before[0].groups[0]
-    shard = run.shard(lost.shard)
+    shard = run.shards[lost.shard]
     run.connection.scripts.xdel(shard.keys.groups, lost.entry)
     again = take_over(run, SETTINGS, progress)
     assert again.batches == {}
@@ -136,7 +136,7 @@ def test_a_group_that_comes_back_before_its_batch_is_trained_is_not_named_again(
     """A server loses a group of a batch that is delivered next, and its producer pushes it again."""
     leader = begin(run, Progress())
     group_id = leader.batches[1].record.groups[0].group_id
-    log = run.shard(run.keys.shard_of(group_id)).keys.groups
+    log = run.shard_of(group_id).keys.groups
     (entry,) = [e for e in run.connection.scripts.xrange(log) if e[1][b"group_id"] == group_id.encode()]
     run.connection.scripts.xadd(log, entry[1])
     run.connection.scripts.xdel(log, entry[0])
@@ -339,7 +339,7 @@ def test_a_dead_letter_whose_place_another_group_has(run: Run) -> None:
     pointer = record.groups[1]
     leader.dead_letter(record, {pointer.group_id: Death("compute_error", "")})
     # The server goes back to before the group was logged; another one of the shard completes at the same id.
-    scripts, keys = run.connection.scripts, run.shard(pointer.shard).keys
+    scripts, keys = run.connection.scripts, run.shards[pointer.shard].keys
     entries = scripts.xrange(keys.groups)
     scripts.delete(keys.groups)
     assert entries

@@ -122,7 +122,7 @@ def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(
     idle.read(1)
     me.read(1)
     monkeypatch.setattr(streams, "RETIRE_AFTER_MS", 0)
-    me.retire_others()
+    me.retire()
     left: Any = fake.scripts.xinfo_consumers(keys.rollouts, GROUPER)
     assert {consumer["name"] for consumer in left} == {b"holder", b"me"}
 

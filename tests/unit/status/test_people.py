@@ -149,12 +149,12 @@ def test_workers_are_named_and_leave_the_list(
     staying, leaving = (consumer_of(run, name=name) for name in ("staying", "leaving"))
     for consumer in (staying, leaving):
         consumer.read(1, wait=False)
-        consumer.retire_others()
+        consumer.retire()
     assert "staying: alive" in said(run, "grouper staying")
     leaving.give_back()
     assert "leaving" not in [worker.name for worker in read_status(run).streams["rollouts"].workers]
     forward(31)
     assert said(run, "grouper staying") == "grouper staying: DEAD, heard of 31 s ago"
-    staying.retire_others()
+    staying.retire()
     assert said(run, "grouper staying").startswith("grouper staying: alive, heard of 0.")
     assert said(run, "advantage worker") == "advantage worker: none"
