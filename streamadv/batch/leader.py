@@ -273,38 +273,31 @@ class Leader(Session):
 
     # Trained and committed
 
-    def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
-        """Write into the run that the batch was trained: first in the home shard, then in every shard's copy.
+    def publish_version(self, record: BatchRecord | None, commits: bool = False) -> None:
+        """Write into the run that the batch was trained, and where the newest weights lie; None = the weights only.
 
-        commits: that all up to it are in a saved checkpoint as well; `commit` does the rest.
+        First in the home shard, then in every shard's copy. commits: that all batches up to this one are in a saved
+        checkpoint as well; `commit` does the rest.
         """
-        batch = self.batches.get(record.k) or NamedBatch(record)
-        self.publish(record.k + 1, batch.living, commits)
-        for group in batch.groups.values():
-            arguments = commit_arguments(group, record.tokens_per_micro_batch)
-            batch.commit_arguments[group.group_id] = arguments
-        batch.groups.clear()
-        self.published_version = record.k + 1
-
-    def publish(self, version: int, trained: Sequence[Pointer] = (), commits: bool = False) -> None:
-        """Tell all shards the version, and where the newest weights lie. trained: groups that made the version."""
-        home, progress = self.run.home, self.progress
+        progress = self.progress
+        version = progress.version if record is None else record.k + 1
+        batch = None if record is None else self.batches.get(record.k) or NamedBatch(record)
+        trained = batch.living if batch is not None else ()
         coefficients = json.dumps(progress.kl) if progress.kl else ""
         commits = commits and version > progress.committed
         for shard in self.run.shards:
             own = sum(pointer.shard == shard.index for pointer in trained)
-            args = [
-                self.progress.fence,
-                version,
-                own,
-                coefficients,
-                progress.weights,
-                version if commits else "",
-            ]
-            is_home = shard.index == home.index
+            args = [progress.fence, version, own, coefficients, progress.weights, version if commits else ""]
+            is_home = shard.index == self.run.home.index
             shard.call("trained", args, version=shard.keys.session if is_home else shard.keys.trainer)
             if is_home and commits:
                 progress.commit(version)
+        if batch is not None:
+            for group in batch.groups.values():
+                arguments = commit_arguments(group, batch.record.tokens_per_micro_batch)
+                batch.commit_arguments[group.group_id] = arguments
+            batch.groups.clear()
+            self.published_version = version
 
     def commit(self, version: int) -> None:
         """Commit every batch below `version`: first in the run's session, then in every shard."""

@@ -6,12 +6,11 @@ recent writes, each rank begins its session again (`recovery.take_over`, `follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import tracing
 from ..algorithms.chain.config import ChainConfig
-from ..grouping.groups_log import LoggedGroup, read_groups
 from ..run import Run
 from .carryover import coefficients_after
 from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
@@ -50,17 +49,6 @@ class Session:
         return replies if server_ids == self._server_ids else None
 
     # A named batch
-
-    def read_groups(self, record: BatchRecord, dead: Container[str]) -> list[LoggedGroup]:
-        """The groups of a batch without the dead ones, in its order, read from the log once.
-
-        Raises BatchLostError if the server no longer has one.
-        """
-        groups = self.progress.batch(record).groups
-        living = [pointer for pointer in record.groups if pointer.group_id not in dead]
-        unread = [pointer for pointer in living if pointer.group_id not in groups]
-        groups.update((group.group_id, group) for group in read_groups(self.run, unread))
-        return [groups[pointer.group_id] for pointer in living]
 
     def dead_letter(self, record: BatchRecord, deaths: Mapping[str, Death]) -> Exclusions:
         """Groups of a batch that cannot be computed become dead letters, which rank 0 writes.

@@ -29,7 +29,7 @@ from ..store.waiting import Blocked, Wait
 from .collect import STAGE, Collector
 from .late_columns import LateColumn
 from .microbatch import Batch
-from .report import RunFigures, named, observe, times
+from .report import RunFigures, batch_figures, named, observe
 from .session import Sessions
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Loop:
                     batch, collector = self._advance(patience, max_groups)
                     if batch is not None and collector is not None:
                         if batch is not self._reported:
-                            self._report(batch, clock.now() - started)
+                            self._report(batch, collector.session.dropped.figures(), clock.now() - started)
                         return self._hand_out(batch, collector, max_groups, take_back)
                 if collector is None:
                     return None
@@ -171,7 +171,7 @@ class Loop:
             if isinstance(collector.session, Leader):
                 collector.session.name_ahead(False, max_groups)
             collector.read_ahead(collector.session.find(self._progress.delivered))
-        self._sessions.delivered(batch)
+        self._sessions.in_hand = batch if self._sessions.marks_itself else None
         return batch
 
     def _collect(self, collector: Collector) -> Batch | None:
@@ -208,19 +208,18 @@ class Loop:
 
     # What it reports
 
-    def _report(self, batch: Batch, wait_s: float) -> None:
-        now = clock.now()
-        figures = times(batch, wait_s, None if self._delivered_at is None else now - self._delivered_at)
+    def _report(self, batch: Batch, dropped: Mapping[str, float], wait_s: float) -> None:
+        """Complete the metrics of a batch, and tell those of the process."""
+        now, progress = clock.now(), self._progress
+        step_s = None if self._delivered_at is None else now - self._delivered_at
+        figures = {**batch_figures(batch, wait_s, step_s), **dropped, **batch.metrics}
         self._delivered_at = now
         if self._watchdog is not None and self._run_figures is not None:
             self._watchdog.progress()
             figures |= self._run_figures.figures(self._watchdog.counters)
-            progress = self._progress
-            self._watchdog.look_at_commits(
-                len(progress.batches),
-                progress.version - progress.committed,
-                progress.committed,
-            )
+            trained = progress.version - progress.committed
+            self._watchdog.look_at_commits(len(progress.batches), trained, progress.committed)
+        batch.metrics.clear()
         batch.metrics.update(named(figures))
         if self._watchdog is not None:
             observe(batch)

@@ -69,7 +69,7 @@ class Sessions:
         self.run_name, self.rank = run, rank
         self._connection = connection
         self._run_settings = settings
-        self._mark = mark
+        self.marks_itself = mark == "auto"  # whether the next batch marks the one before
         self._commits = commit == "each_batch"
         #: Of this queue among those of its run, rank and process.
         self.number = count_queue(run, rank.number) if rank.world_size > 1 else 0
@@ -181,10 +181,6 @@ class Sessions:
 
     # What the training loop reports
 
-    def delivered(self, batch: Batch) -> None:
-        """The training loop gets the batch."""
-        self.in_hand = batch if self._mark == "auto" else None
-
     def finish_batch(self) -> Leader | Follower:
         """The loop asks for another batch: mark and commit the one before where that is the mode."""
         batch = self.in_hand
@@ -205,7 +201,7 @@ class Sessions:
         if weights is not None:
             self.progress.publish_weights(self.progress.version, weights)
             if isinstance(session, Leader):
-                session.publish(self.progress.version)
+                session.publish_version(None)
 
     def finish(self) -> None:
         """As `TrainerQueue.finish`, once."""
@@ -239,7 +235,7 @@ class Sessions:
         if weights is not None:
             self.progress.publish_weights(record.k + 1, weights)
         session = self.at_hand()
-        commits = self._mark == "explicit" and self._commits
+        commits = self._commits and not self.marks_itself
         if isinstance(session, Leader):
             session.publish_version(record, commits)
             if commits:
