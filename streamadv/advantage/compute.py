@@ -17,7 +17,7 @@ from torch import Tensor
 from ..algorithms.chain import run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import empty_column, pack_members
-from ..batch.carryover import running_of
+from ..batch.selection import running_of
 from ..errors import TrajectoryError
 from ..grouping.layout import Layout, place
 from ..metrics import Sample

@@ -19,13 +19,12 @@ from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
-from .carryover import coefficient_of, running_with
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
 from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, NamingSettings, apply, name_batch, read_records
-from .selection import NamingRules, choose, explained, make_record
+from .selection import NamingRules, choose, coefficient_of, explained, make_record, running_with
 from .session import Session
 
 

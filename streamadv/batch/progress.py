@@ -100,7 +100,7 @@ class Progress:
         self.taken_back: list[str] = []
         self.delivered_at: float | None = None  # when the training loop got its last batch
         self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
-        # What one batch hands on to the next, see `carryover.py`.
+        # What one batch hands on to the next, see `selection.py`.
         self.kl: Mapping[str, float] | None = None  # coefficients after the last batches
         self.running: Running | None = None  # reward moments of all batches below `version`
         self.knows_running = False

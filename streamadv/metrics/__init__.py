@@ -255,21 +255,17 @@ def _add_signed(counter: Any, labels: tuple[str, ...], values: NDArray[np.float6
 
 def _known(values: Values) -> NDArray[np.float64]:
     """`values` flat, without those that are None, NaN or infinite."""
-    flat = _flat(values)
+    flat = np.empty(0) if values is None else np.asarray(values, dtype=np.float64).ravel()
     return flat[np.isfinite(flat)]
 
 
 def _finite(values: Values | Sample, quantity: str) -> tuple[NDArray[np.float64], int]:
     """`_known` and the weight, for values that should all be numbers: what is left out counts as non-finite."""
     values, weight = values if isinstance(values, Sample) else Sample(values)
-    flat = _flat(values)
-    kept = flat[np.isfinite(flat)]
-    child(instruments.NONFINITE, quantity).inc(weight * (len(flat) - len(kept)))
+    kept = _known(values)
+    given = 0 if values is None else np.size(values)
+    child(instruments.NONFINITE, quantity).inc(weight * (given - len(kept)))
     return kept, weight
-
-
-def _flat(values: Values) -> NDArray[np.float64]:
-    return np.empty(0) if values is None else np.asarray(values, dtype=np.float64).ravel()
 
 
 def _succeeded(stage: str) -> None:

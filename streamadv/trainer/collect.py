@@ -13,10 +13,10 @@ from ..advantage.results import BatchResults, Result, counts_of, misfit, parse_r
 from ..batch import recovery
 from ..batch.commit import stored_result
 from ..batch.exclusion import leave_out
-from ..batch.follower import Follower
 from ..batch.leader import Leader
 from ..batch.record import BatchRecord, Death, WorkItem, work_items
 from ..batch.selection import BATCH_ID
+from ..batch.session import Follower
 from ..errors import BatchLostError, UndecodableGroupError, WireError
 from ..grouping.groups_log import read_groups
 from ..grouping.layout import Layout
@@ -126,7 +126,7 @@ class Collector:
     def stop(self) -> None:
         """Fetch nothing ahead."""
         if self.ahead is not None:
-            self.ahead.stop()
+            self.ahead.stopped.set()
         self.ahead = None
 
     def _computed(self, record: BatchRecord) -> ComputedBatch | None:

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 from redis.exceptions import ResponseError
 
 from .. import clock, doors
-from ..batch.follower import Follower
 from ..batch.hold import NotHeldError
 from ..batch.leader import Leader
+from ..batch.session import Follower
 from ..errors import (
     BatchLostError,
     NoBatchError,

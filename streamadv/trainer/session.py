@@ -14,13 +14,12 @@ from contextlib import suppress
 from typing import Any, Final, Literal
 
 from .. import clock, doors
-from ..batch.follower import Follower, join
 from ..batch.hold import NotHeldError, check_job, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
 from ..batch.record import BatchRecord, NamingSettings
 from ..batch.recovery import take_over, undo_other_chains
-from ..batch.session import Session
+from ..batch.session import Follower, Session, join
 from ..errors import EpochFencedError, SettingError
 from ..messages import log_fields
 from ..metrics.instruments import KL_ESTIMATES

@@ -13,8 +13,8 @@ import torch
 
 from streamadv.algorithms.chain.config import ChainConfig
 from streamadv.batch import leader as leader_module
-from streamadv.batch.carryover import coefficient_of, coefficients_after
 from streamadv.batch.progress import Progress
+from streamadv.batch.selection import coefficient_of, coefficients_after
 from streamadv.errors import LateColumnError, NoBatchError, StreamadvError
 from streamadv.store.connection import Connection
 from streamadv.trainer import fetch, loop
