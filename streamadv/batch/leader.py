@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entries
@@ -24,7 +24,7 @@ from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
 from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, NamingSettings, apply, name_batch, read_records
-from .selection import NamingRules, choose, coefficient_of, explained, make_record, running_with
+from .selection import NamingRules, choose, coefficient_of, make_record, running_with
 from .session import Session
 
 
@@ -134,9 +134,12 @@ class Leader(Session):
         """
         asked, run = clock.now(), self.run
         keys = [run.keys.home.session, *(keys.trainer for keys in run.keys.shards)]
-        replies = self._ask(lambda pipe: [pipe.hmget(key, ["epoch", "session"]) for key in keys])
+        pipe: Any = run.connection.scripts.pipeline(transaction=False)
+        for key in keys:
+            pipe.hmget(key, ["epoch", "session"])
+        server_ids, replies = run.server_ids_with(pipe)
         own = [str(self.progress.epoch).encode(), self.progress.session.encode()]
-        if replies is None or any(reply != own for reply in replies):
+        if server_ids != self._server_ids or any(reply != own for reply in replies):
             return False
         self.progress.servers_confirmed(asked, caught_up=not self._candidates.unread)
         return True
@@ -223,14 +226,14 @@ class Leader(Session):
         # An entry that a server has lost since would make a copy of the one that came again.
         if not self.has_same_servers():
             return [], True  # what the logs hold is not known, so the run must not end by this look
-        unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         for start in range(0, len(unfit), CARRIED):
             part = unfit[start : start + CARRIED]
             drop(self.run, part, self.progress.fence, k, rules.drop_after, self.progress.uncommitted)
             self.prompts.note_ended(len(part))
         for group, reason in unfit:
-            metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
+        ended = [(reason.removeprefix("dead:"), group.data_source) for group, reason in unfit]
+        metrics.groups_ended([metrics.EndedGroup(*each) for each in ended])
         failed = {
             group.group_id: reason.replace(":", ": ") if reason.startswith("dead:") else f"dropped: {reason}"
             for group, reason in unfit

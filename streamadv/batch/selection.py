@@ -91,7 +91,12 @@ def choose(
         if prompt in rules.named or (prompt in prompts and group.group_id not in chosen):
             continue
         reason = rules.reason_against(group, k)
-        if reason is not None:
+        if reason == "dead:missing_column":
+            columns = rules.missing_columns(group)
+            late = ", ".join(f"{name!r}: function" for name in columns)
+            problem = f"pushed without {', '.join(columns)}, which the chain needs: push it, or give late={{{late}}}"
+            unfit.append((replace(group, problem=problem), reason))
+        elif reason is not None:
             unfit.append((group, reason))
         elif group.group_id in chosen:
             unfit.append((replace(group, problem="a copy of another entry"), "malformed"))
@@ -125,17 +130,6 @@ def share_out(
     others = [position for position in range(len(fit)) if position not in chosen]
     chosen.update(others[: batch_groups - len(chosen)])
     return [fit[position] for position in sorted(chosen)]
-
-
-def explained(group: LoggedGroup, reason: str, rules: NamingRules) -> LoggedGroup:
-    """The group with its problem, where the reason alone does not tell what to do."""
-    if reason != "dead:missing_column":
-        return group
-    columns = rules.missing_columns(group)
-    late = ", ".join(f"{name!r}: function" for name in columns)
-    names = ", ".join(columns)
-    problem = f"pushed without {names}, which the chain needs: push it, or give late={{{late}}}"
-    return replace(group, problem=problem)
 
 
 def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:

@@ -11,7 +11,7 @@ for rank 0, because rank 0 may be waiting for this rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import tracing
@@ -49,13 +49,6 @@ class Session:
     def batches(self) -> dict[int, NamedBatch]:
         """Named batches that are not committed, by k: see `Progress`."""
         return self.progress.batches
-
-    def _ask(self, add: Callable[[Any], object]) -> Sequence[Any] | None:
-        """Replies to the reads that `add` puts into a pipeline; None if a shard is not on the server it was on."""
-        pipe = self.run.connection.scripts.pipeline(transaction=False)
-        add(pipe)
-        server_ids, replies = self.run.server_ids_with(pipe)
-        return replies if server_ids == self._server_ids else None
 
     # A named batch
 
@@ -183,11 +176,11 @@ class Follower(Session):
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and rank 0 has the run as it was joined."""
-        replies = self._ask(lambda pipe: pipe.hmget(self.run.keys.home.session, list(Hold._fields)))
-        if replies is None:
-            return False
-        hold = as_hold(replies[0])
-        if hold != self._hold._replace(committed=hold.committed):
+        pipe: Any = self.run.connection.scripts.pipeline(transaction=False)
+        pipe.hmget(self.run.keys.home.session, list(Hold._fields))
+        server_ids, [stored] = self.run.server_ids_with(pipe)
+        hold = as_hold(stored)
+        if server_ids != self._server_ids or hold != self._hold._replace(committed=hold.committed):
             return False
         self._hold = hold
         self.progress.follow(hold.committed)

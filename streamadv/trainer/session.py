@@ -14,14 +14,14 @@ from contextlib import suppress
 from typing import Any, Final, Literal
 
 from .. import clock, doors
-from ..batch.hold import NotHeldError, check_job, count_queue, find_job, random_job
+from ..batch.hold import JOB_ID, NotHeldError, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
 from ..batch.record import BatchRecord, NamingSettings
 from ..batch.recovery import take_over, undo_other_chains
 from ..batch.session import Follower, Session, join
 from ..errors import EpochFencedError, SettingError
-from ..messages import log_fields
+from ..messages import brief, log_fields
 from ..metrics.instruments import KL_ESTIMATES
 from ..run import Run, open_run
 from ..run.heartbeats import BEAT_S, Doing, RankReport
@@ -63,8 +63,9 @@ class Sessions:
     ) -> None:
         self.naming = naming
         self.progress = progress
-        if job is not None:
-            progress.job = check_job(job)
+        if job is not None and not JOB_ID.fullmatch(job):
+            raise SettingError(f"job is {brief(job)}: use 1 to 200 printable characters without spaces")
+        progress.job = job or ""
         self.run_name, self.rank = run, rank
         self._connection = connection
         self._run_settings = settings
@@ -213,7 +214,7 @@ class Sessions:
         self.news.set()
 
     def note_trained(self, batch: Batch) -> BatchRecord:
-        """The first part of `TrainerQueue.trained`: notes in the progress, before any server is told.
+        """Note it in the progress, before any server is told.
 
         Not to be repeated: a session that commits the batch forgets it.
         """
@@ -229,8 +230,11 @@ class Sessions:
         named.figures = {name: batch.metrics[name] for name in KL_ESTIMATES if name in batch.metrics}
         return named.record
 
-    def publish_trained(self, record: BatchRecord, weights: str | None) -> None:
-        """The second part, once."""
+    def trained(self, batch: Batch, weights: str | None, noted: list[BatchRecord]) -> None:
+        """As `TrainerQueue.trained`. noted: gets the record, so that a repeated call finds it there."""
+        if not noted:
+            noted.append(self.note_trained(batch))
+        [record] = noted
         if weights is not None:
             self.progress.publish_weights(record.k + 1, weights)
         session = self.at_hand()
