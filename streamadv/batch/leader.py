@@ -153,9 +153,9 @@ class Leader(Session):
         """
         is_new = False
         for k in range(self.progress.version, self._last_nameable + 1):
-            if k not in self.batches and not self._name(k, ended, max_groups):
+            if k not in self.progress.batches and not self._name(k, ended, max_groups):
                 break
-            batch = self.batches[k]
+            batch = self.progress.batches[k]
             if not batch.is_applied:
                 apply(self.run, batch.record, self.progress.fence)
                 batch.is_applied = is_new = True
@@ -196,9 +196,9 @@ class Leader(Session):
         if not name_batch(self.run, record, self.progress.fence):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
-        self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
+        self.progress.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
         self._candidates.remove(record.groups)
-        self.batches[k].record_spans(tracing.NAME, self.run.name, since)
+        self.progress.batches[k].record_spans(tracing.NAME, self.run.name, since)
         warn_of_oversize(self.run.name, k, groups, settings.tokens_per_micro_batch)
         return True
 
@@ -212,7 +212,7 @@ class Leader(Session):
             tries=self.progress.tries,
             named={
                 identity(pointer.group_id)
-                for k, batch in self.batches.items()
+                for k, batch in self.progress.batches.items()
                 if k >= self.progress.version
                 for pointer in batch.living
             },
@@ -245,7 +245,7 @@ class Leader(Session):
     @property
     def waits_for_groups(self) -> bool:
         """Whether another batch may be named as soon as there are groups for it."""
-        return self._last_nameable not in self.batches
+        return self._last_nameable not in self.progress.batches
 
     @property
     def _last_nameable(self) -> int:
@@ -270,7 +270,7 @@ class Leader(Session):
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
-        batch = self.batches.get(k)
+        batch = self.progress.batches.get(k)
         return None if batch is None else batch.record
 
     # Trained and committed
@@ -283,7 +283,7 @@ class Leader(Session):
         """
         progress = self.progress
         version = progress.version if record is None else record.k + 1
-        batch = None if record is None else self.batches.get(record.k) or NamedBatch(record)
+        batch = None if record is None else self.progress.batches.get(record.k) or NamedBatch(record)
         trained = batch.living if batch is not None else ()
         coefficients = json.dumps(progress.kl) if progress.kl else ""
         commits = commits and version > progress.committed
@@ -306,16 +306,16 @@ class Leader(Session):
         if version > self.progress.committed:
             self.run.home.call("commit_session", [self.progress.fence, version])
             self.progress.commit(version)
-        committed = [k for k in sorted(self.batches) if k < self.progress.committed]
+        committed = [k for k in sorted(self.progress.batches) if k < self.progress.committed]
         for k in committed:
-            batch, since = self.batches[k], tracing.now()
+            batch, since = self.progress.batches[k], tracing.now()
             results = batch.results or ()
             stored = (batch.commit_arguments, results, batch.figures)
             commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
             self.progress.note_deleted(batch.record)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
             self._candidates.committed(batch.record.groups)
-            del self.batches[k]
+            del self.progress.batches[k]
             if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):
                 self.prompts.carry()
 
@@ -341,7 +341,7 @@ class Leader(Session):
             return True
         # No group is open: are prompts to be played again, and by somebody?
         self._candidates.read_on(ALL_GROUPS)
-        named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
+        named = [pointer.group_id for batch in self.progress.batches.values() for pointer in batch.living]
         waiting = [group.group_id for group in self._candidates]
         known = set(map(identity, [*named, *waiting, *self.progress.groups]))
         return not self.prompts.are_left(known, self.progress, self._attendance)

@@ -22,7 +22,7 @@ from ..run.run import fenced
 from ..store.reasons import Reason
 from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
 from .hold import Hold, NotHeldError, as_hold, founding_epoch, read_hold
-from .progress import NamedBatch, Progress
+from .progress import Progress
 from .record import BatchRecord, Death, NamingSettings, find_record
 from .selection import coefficients_after
 
@@ -45,11 +45,6 @@ class Session:
         self._chain = ChainConfig.model_validate(settings.chain)
         progress.kl = progress.kl or {}
 
-    @property
-    def batches(self) -> dict[int, NamedBatch]:
-        """Named batches that are not committed, by k: see `Progress`."""
-        return self.progress.batches
-
     # A named batch
 
     def dead_letter(self, record: BatchRecord, deaths: Mapping[str, Death]) -> Exclusions:
@@ -58,8 +53,8 @@ class Session:
         Returns all that is excluded from the batch.
         """
         dead, left_out = read_exclusions(self.run, record.id, record.groups)
-        if self.leads:
-            unwritten = {group_id: deaths[group_id] for group_id in deaths.keys() - dead}
+        unwritten = {group_id: deaths[group_id] for group_id in deaths.keys() - dead}
+        if self.leads and unwritten:
             dead_letter_groups(self.run, record, unwritten, self.progress.fence)
         deaths_so_far = self.progress.batch(record).dead
         written_by_others = dead - deaths_so_far.keys()

@@ -177,7 +177,7 @@ class Collector:
             pipe.xrange(keys.results, f"({self.cursors[number]}", "+")
         for shard, entries in zip(run.shards, pipe.execute(), strict=True):
             for entry_id, fields in entries:
-                named = list(session.batches.values())  # at once: another thread may commit some
+                named = list(session.progress.batches.values())  # at once: another thread may commit some
                 try:
                     result = parse_result(shard.keys, fields)
                     batch = next((batch for batch in named if batch.record.id == result.batch), None)

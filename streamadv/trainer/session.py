@@ -159,7 +159,14 @@ class Sessions:
     def _begin(self) -> Leader | Follower:
         run = self.opened_run()
         session: Leader | Follower
-        self.progress.job = self.progress.job or self._find_job()
+        if not self.progress.job:
+            job = find_job(self.number) if self.rank.world_size > 1 else None
+            if job is None and self.rank.number > 0:
+                raise SettingError(
+                    f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
+                    "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
+                )
+            self.progress.job = job or random_job()
         if self.rank.number == 0:
             begins = self.progress.began is None
             session = take_over(run, self.naming, self.progress)
@@ -170,15 +177,6 @@ class Sessions:
         self._heartbeat.start(session)
         return session
 
-    def _find_job(self) -> str:
-        job = find_job(self.number) if self.rank.world_size > 1 else None
-        if job is None and self.rank.number > 0:
-            raise SettingError(
-                f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
-                "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
-            )
-        return job or random_job()
-
     # What the training loop reports
 
     def finish_batch(self) -> Leader | Follower:
@@ -187,9 +185,9 @@ class Sessions:
         if batch is not None and batch.version >= self.progress.version:
             self.note_trained(batch)
         session = self.checked()
-        if isinstance(session, Leader) and batch is not None and batch.version in session.batches:
+        if isinstance(session, Leader) and batch is not None and batch.version in self.progress.batches:
             if session.published_version <= batch.version:
-                session.publish_version(session.batches[batch.version].record, self._commits)
+                session.publish_version(self.progress.batches[batch.version].record, self._commits)
             if self._commits:
                 session.commit(self.progress.version)
         self.in_hand = None
@@ -219,7 +217,7 @@ class Sessions:
         Not to be repeated: a session that commits the batch forgets it.
         """
         session = self.current()
-        named = session.batches.get(batch.version)
+        named = self.progress.batches.get(batch.version)
         if named is None or named.record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
         if batch.version > self.progress.version:

@@ -29,7 +29,7 @@ def records_of(monkeypatch: pytest.MonkeyPatch) -> list[BatchRecord]:
     def spy(self: Leader, k: int, *arguments: Any) -> bool:
         done = name(self, k, *arguments)
         if done:
-            named.append(self.batches[k].record)
+            named.append(self.progress.batches[k].record)
         return done
 
     monkeypatch.setattr(Leader, "_name", spy)
