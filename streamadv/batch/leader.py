@@ -199,7 +199,8 @@ class Leader(Session):
         self.progress.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
         self._candidates.remove(record.groups)
         self.progress.batches[k].record_spans(tracing.NAME, self.run.name, since)
-        warn_of_oversize(self.run.name, k, groups, settings.tokens_per_micro_batch)
+        if settings.tokens_per_micro_batch is not None:
+            warn_of_oversize(self.run.name, k, groups, settings.tokens_per_micro_batch)
         return True
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:

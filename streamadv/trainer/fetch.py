@@ -98,7 +98,7 @@ class FetchedShare:
         self._is_right = False  # all values were checked
 
     def read(self, run: Run, max_bytes: float = math.inf, stop: threading.Event | None = None) -> Problems:
-        """Read the packets that are missing. Returns what is wrong with those that cannot be read: they stay missing.
+        """Read the packets that are missing. Returns what is wrong with what was read, and with what stays missing.
 
         max_bytes: of all of them together. stop: reads no more when it is set.
         """
@@ -120,11 +120,9 @@ class FetchedShare:
                 if stop.is_set():
                     break
         self.missing = [number for number in self.missing if number not in read]
-        return (
-            problems
-            if self.missing or stop.is_set()
-            else problems | self._read_columns_of_groups(run, max_bytes)
-        )
+        if not self.missing and not stop.is_set():
+            problems |= self._read_columns_of_groups(run, max_bytes)
+        return problems | self._check()
 
     def _read_columns_of_groups(self, run: Run, max_bytes: float) -> Problems:
         """Read what is yet to be read, unless that is more than `max_bytes`."""
@@ -144,7 +142,7 @@ class FetchedShare:
                 problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
         return problems
 
-    def check(self) -> Problems:
+    def _check(self) -> Problems:
         """Check the values of what was read: which trajectories have wrong ones. Looks at each value once."""
         own, problems = self.share.own, Problems()
         if self._is_right:
@@ -228,9 +226,7 @@ class FetchedShare:
 def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
     """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
     fetched = ahead if ahead is not None and ahead.share is share else FetchedShare(run, share, device)
-    problems = fetched.read(run)
-    problems |= fetched.check()
-    if problems:
+    if problems := fetched.read(run):
         raise UndecodableGroupError(dict(sorted(problems.items())))
     return fetched
 
@@ -293,7 +289,6 @@ class ReadAhead:
             share = share_of(layout, budget, rank, keep_groups=record.keep_groups)
             self._fetched = FetchedShare(self._run, share, rank.device)
             self._fetched.read(self._run, MAX_BYTES, self.stopped)
-            self._fetched.check()
         except BaseException as error:
             fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
             logger.debug("not read ahead: %s: %s", type(error).__name__, error, extra=fields)

@@ -379,10 +379,14 @@ class TrainerQueue(IterableDataset[Batch]):
         return find_start(folder, self._run_name, *versions)
 
     def _go_on(self, state: Mapping[str, Any] | None) -> None:
-        """From this state, None for a run that nobody has trained."""
+        """From this state, None for a run that nobody has trained. Rank 0 takes the run."""
         if state is not None:
-            self.load_state_dict(state)
-        elif self._rank.number == 0:
+            with self._loop.lock:
+                self._progress.load(state)
+                self._sessions.end()
+                self._sessions.in_hand = None
+                self._loop.stop_reading()
+        if self._rank.number == 0:
             self._loop.patiently(self._sessions.current)
 
     def state_dict(self) -> dict[str, Any]:
@@ -418,13 +422,7 @@ class TrainerQueue(IterableDataset[Batch]):
         the state of another run, or none.
         """
         check_state(state, self._run_name)
-        with self._loop.lock:
-            self._progress.load(state)
-            self._sessions.end()
-            self._sessions.in_hand = None
-            self._loop.stop_reading()
-        if self._rank.number == 0:
-            self._loop.patiently(self._sessions.current)
+        self._go_on(state)
 
     def __enter__(self) -> Self:
         return self

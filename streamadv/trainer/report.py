@@ -98,8 +98,9 @@ class RunFigures:
             "ledger/dead": sum(ledger.dead.values()),
             "ledger/queued": ledger.queued,
             "ledger/in_flight": ledger.in_flight,
-            **self._evaluation(counters),
         }
+        if counters[f"outcome:{EVALUATED}"] != self._evals_ended:
+            figures |= self._evaluation(counters)
         return figures if before is None else figures | _flow(counters - before)
 
     def _evaluation(self, counters: Counter[str]) -> dict[str, float]:
@@ -108,8 +109,6 @@ class RunFigures:
         Of each data source the newest round or version, or the one before it while evaluation groups are open. While
         the server is away there is nothing new.
         """
-        if counters[f"outcome:{EVALUATED}"] == self._evals_ended:
-            return {}
         try:
             evaluations = read_evaluations(self._run)
         except RETRYABLE:
