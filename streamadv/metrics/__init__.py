@@ -51,8 +51,9 @@ GROUPS_TOGETHER: Final = 256
 _NOT_COUNTED: Final = frozenset((*instruments.AT_NAMING, instruments.EVALUATED))
 
 
-#: Around a wait of a stage: for admission, for a batch, for entries. It counts while it lasts.
-wait = instruments.WAITS.wait
+def wait(stage: str) -> AbstractContextManager[None]:
+    """Around a wait of this stage: for admission, for a batch, for entries. It counts while it lasts."""
+    return instruments.WAITS.wait(stage)
 
 
 def timed(stage: str, step: str) -> AbstractContextManager[Any]:
