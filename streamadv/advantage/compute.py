@@ -25,8 +25,8 @@ from torch import Tensor
 from ..algorithms.chain import run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import empty_column, pack_members
-from ..batch.carryover import running_of
 from ..batch.record import Death
+from ..batch.selection import running_of
 from ..errors import ChainError, EstimatorError, SettingError, TrajectoryError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place

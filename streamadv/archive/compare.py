@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..algorithms.chain import build_chain
-from ..batch.carryover import running_with
 from ..batch.record import BatchRecord
+from ..batch.selection import running_with
 from ..run.kept import unpack_results
 from ..status.kept import MASK, outputs_of
 from ..status.seen import SeenGroup

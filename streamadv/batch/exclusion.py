@@ -176,10 +176,8 @@ class DroppedGroups:
         return figures
 
 
-def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int | None) -> None:
+def warn_of_oversize(run: str, k: int, groups: Sequence[LoggedGroup], budget: int) -> None:
     """One line for the trajectories of batch k that have a row above the token budget of a micro-batch."""
-    if budget is None:
-        return
     long = [group.members for group in groups if group.sums.longest_row > budget]
     lengths = [length for members in long for length in members.longest_row[is_oversize(members, budget)]]
     if not lengths:  # of baselines only

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from .. import doors
-from ..errors import SettingError, StreamadvError
+from ..errors import StreamadvError
 from ..extras import torch
-from ..messages import brief
 from ..run import Run
 from ..run.run import fenced
 from ..store.replies import as_count
@@ -28,13 +27,6 @@ JOB_ID: Final = re.compile(r"[!-~]{1,200}")
 STORE_KEY: Final = "streamadv/job"
 
 _made: Counter[tuple[str, int]] = Counter()
-
-
-def check_job(job: str) -> str:
-    """Return `job` if it may be an id. Raises SettingError."""
-    if not JOB_ID.fullmatch(job):
-        raise SettingError(f"job is {brief(job)}: use 1 to 200 printable characters without spaces")
-    return job
 
 
 def count_queue(run: str, rank: int) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entries
@@ -19,13 +19,12 @@ from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
-from .carryover import coefficient_of, running_with
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch, Progress
 from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, NamingSettings, apply, name_batch, read_records
-from .selection import NamingRules, choose, explained, make_record
+from .selection import NamingRules, choose, coefficient_of, make_record, running_with
 from .session import Session
 
 
@@ -135,9 +134,12 @@ class Leader(Session):
         """
         asked, run = clock.now(), self.run
         keys = [run.keys.home.session, *(keys.trainer for keys in run.keys.shards)]
-        replies = self._ask(lambda pipe: [pipe.hmget(key, ["epoch", "session"]) for key in keys])
+        pipe: Any = run.connection.scripts.pipeline(transaction=False)
+        for key in keys:
+            pipe.hmget(key, ["epoch", "session"])
+        server_ids, replies = run.server_ids_with(pipe)
         own = [str(self.progress.epoch).encode(), self.progress.session.encode()]
-        if replies is None or any(reply != own for reply in replies):
+        if server_ids != self._server_ids or any(reply != own for reply in replies):
             return False
         self.progress.servers_confirmed(asked, caught_up=not self._candidates.unread)
         return True
@@ -151,9 +153,9 @@ class Leader(Session):
         """
         is_new = False
         for k in range(self.progress.version, self._last_nameable + 1):
-            if k not in self.batches and not self._name(k, ended, max_groups):
+            if k not in self.progress.batches and not self._name(k, ended, max_groups):
                 break
-            batch = self.batches[k]
+            batch = self.progress.batches[k]
             if not batch.is_applied:
                 apply(self.run, batch.record, self.progress.fence)
                 batch.is_applied = is_new = True
@@ -194,10 +196,11 @@ class Leader(Session):
         if not name_batch(self.run, record, self.progress.fence):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
             record = read_records(self.run)[k]
-        self.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
+        self.progress.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
         self._candidates.remove(record.groups)
-        self.batches[k].record_spans(tracing.NAME, self.run.name, since)
-        warn_of_oversize(self.run.name, k, groups, settings.tokens_per_micro_batch)
+        self.progress.batches[k].record_spans(tracing.NAME, self.run.name, since)
+        if settings.tokens_per_micro_batch is not None:
+            warn_of_oversize(self.run.name, k, groups, settings.tokens_per_micro_batch)
         return True
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:
@@ -210,7 +213,7 @@ class Leader(Session):
             tries=self.progress.tries,
             named={
                 identity(pointer.group_id)
-                for k, batch in self.batches.items()
+                for k, batch in self.progress.batches.items()
                 if k >= self.progress.version
                 for pointer in batch.living
             },
@@ -224,14 +227,14 @@ class Leader(Session):
         # An entry that a server has lost since would make a copy of the one that came again.
         if not self.has_same_servers():
             return [], True  # what the logs hold is not known, so the run must not end by this look
-        unfit = [(explained(group, reason, rules), reason) for group, reason in unfit]
         for start in range(0, len(unfit), CARRIED):
             part = unfit[start : start + CARRIED]
             drop(self.run, part, self.progress.fence, k, rules.drop_after, self.progress.uncommitted)
             self.prompts.note_ended(len(part))
         for group, reason in unfit:
-            metrics.group_ended(reason.removeprefix("dead:"), group.data_source)
             self.dropped.add(k, group, reason)
+        ended = [(reason.removeprefix("dead:"), group.data_source) for group, reason in unfit]
+        metrics.groups_ended([metrics.EndedGroup(*each) for each in ended])
         failed = {
             group.group_id: reason.replace(":", ": ") if reason.startswith("dead:") else f"dropped: {reason}"
             for group, reason in unfit
@@ -243,7 +246,7 @@ class Leader(Session):
     @property
     def waits_for_groups(self) -> bool:
         """Whether another batch may be named as soon as there are groups for it."""
-        return self._last_nameable not in self.batches
+        return self._last_nameable not in self.progress.batches
 
     @property
     def _last_nameable(self) -> int:
@@ -268,59 +271,52 @@ class Leader(Session):
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
-        batch = self.batches.get(k)
+        batch = self.progress.batches.get(k)
         return None if batch is None else batch.record
 
     # Trained and committed
 
-    def publish_version(self, record: BatchRecord, commits: bool = False) -> None:
-        """Write into the run that the batch was trained: first in the home shard, then in every shard's copy.
+    def publish_version(self, record: BatchRecord | None, commits: bool = False) -> None:
+        """Write into the run that the batch was trained, and where the newest weights lie; None = the weights only.
 
-        commits: that all up to it are in a saved checkpoint as well; `commit` does the rest.
+        First in the home shard, then in every shard's copy. commits: that all batches up to this one are in a saved
+        checkpoint as well; `commit` does the rest.
         """
-        batch = self.batches.get(record.k) or NamedBatch(record)
-        self.publish(record.k + 1, batch.living, commits)
-        for group in batch.groups.values():
-            arguments = commit_arguments(group, record.tokens_per_micro_batch)
-            batch.commit_arguments[group.group_id] = arguments
-        batch.groups.clear()
-        self.published_version = record.k + 1
-
-    def publish(self, version: int, trained: Sequence[Pointer] = (), commits: bool = False) -> None:
-        """Tell all shards the version, and where the newest weights lie. trained: groups that made the version."""
-        home, progress = self.run.home, self.progress
+        progress = self.progress
+        version = progress.version if record is None else record.k + 1
+        batch = None if record is None else self.progress.batches.get(record.k) or NamedBatch(record)
+        trained = batch.living if batch is not None else ()
         coefficients = json.dumps(progress.kl) if progress.kl else ""
         commits = commits and version > progress.committed
         for shard in self.run.shards:
             own = sum(pointer.shard == shard.index for pointer in trained)
-            args = [
-                self.progress.fence,
-                version,
-                own,
-                coefficients,
-                progress.weights,
-                version if commits else "",
-            ]
-            is_home = shard.index == home.index
+            args = [progress.fence, version, own, coefficients, progress.weights, version if commits else ""]
+            is_home = shard.index == self.run.home.index
             shard.call("trained", args, version=shard.keys.session if is_home else shard.keys.trainer)
             if is_home and commits:
                 progress.commit(version)
+        if batch is not None:
+            for group in batch.groups.values():
+                arguments = commit_arguments(group, batch.record.tokens_per_micro_batch)
+                batch.commit_arguments[group.group_id] = arguments
+            batch.groups.clear()
+            self.published_version = version
 
     def commit(self, version: int) -> None:
         """Commit every batch below `version`: first in the run's session, then in every shard."""
         if version > self.progress.committed:
             self.run.home.call("commit_session", [self.progress.fence, version])
             self.progress.commit(version)
-        committed = [k for k in sorted(self.batches) if k < self.progress.committed]
+        committed = [k for k in sorted(self.progress.batches) if k < self.progress.committed]
         for k in committed:
-            batch, since = self.batches[k], tracing.now()
+            batch, since = self.progress.batches[k], tracing.now()
             results = batch.results or ()
             stored = (batch.commit_arguments, results, batch.figures)
             commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
             self.progress.note_deleted(batch.record)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
             self._candidates.committed(batch.record.groups)
-            del self.batches[k]
+            del self.progress.batches[k]
             if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):
                 self.prompts.carry()
 
@@ -346,7 +342,7 @@ class Leader(Session):
             return True
         # No group is open: are prompts to be played again, and by somebody?
         self._candidates.read_on(ALL_GROUPS)
-        named = [pointer.group_id for batch in self.batches.values() for pointer in batch.living]
+        named = [pointer.group_id for batch in self.progress.batches.values() for pointer in batch.living]
         waiting = [group.group_id for group in self._candidates]
         known = set(map(identity, [*named, *waiting, *self.progress.groups]))
         return not self.prompts.are_left(known, self.progress, self._attendance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -99,7 +100,7 @@ class Progress:
         self.taken_back: list[str] = []
         self.delivered_at: float | None = None  # when the training loop got its last batch
         self.ends = 0  # how often iteration has ended before batch `delivered`: a push opens the run again
-        # What one batch hands on to the next, see `carryover.py`.
+        # What one batch hands on to the next, see `selection.py`.
         self.kl: Mapping[str, float] | None = None  # coefficients after the last batches
         self.running: Running | None = None  # reward moments of all batches below `version`
         self.knows_running = False
@@ -274,9 +275,10 @@ class Progress:
 
         Forgets groups that these servers can no longer lose. caught_up: all groups in their logs were read.
         """
-        _forget_first(self._committed, asked - self._window)
-        if caught_up:
-            _forget_first(self._returning, asked - RETURN_WINDOW_S)
+        returned = asked - RETURN_WINDOW_S if caught_up else -math.inf
+        for stamps, oldest in ((self._committed, asked - self._window), (self._returning, returned)):
+            while stamps and next(iter(stamps.values())) <= oldest:
+                del stamps[next(iter(stamps))]
         if len(self.tries) > TRIES_KEPT:
             known = {*self.uncommitted, *self._committed, *self._returning}
             self.tries = {prompt: group for prompt, group in self.tries.items() if prompt in known}
@@ -293,8 +295,3 @@ def weights_version(text: str) -> int:
     """The version in '<version> <URI>'; -1 for anything else."""
     version, _, uri = text.partition(" ")
     return int(version) if uri and version.isdecimal() else -1
-
-
-def _forget_first(stamps: dict[str, float], oldest: float) -> None:
-    while stamps and next(iter(stamps.values())) <= oldest:
-        del stamps[next(iter(stamps))]

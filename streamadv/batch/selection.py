@@ -1,17 +1,31 @@
-"""Which groups go into batch k: the rules, as pure functions."""
+"""What goes into batch k, as pure functions: which groups, and what the batches before hand on to it.
+
+Handed on are running moments of rewards and the adaptive KL coefficient. Rank 0 decides all of it and writes it into
+the batch's record. So a batch that is computed twice, or delivered again after a restart, sees the same numbers and
+counts once.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Final
 
 from .. import doors
+from ..algorithms.chain.config import ChainConfig
+from ..algorithms.chain.rewards import raw_rewards
+from ..algorithms.chain.sources import split_by_source
+from ..algorithms.kl import adapted_coefficient
+from ..algorithms.packed import PackedBatch
+from ..algorithms.packing import pack_members
+from ..algorithms.rewards import RunningMoments
+from ..errors import ArgumentError
 from ..grouping.groups_log import LoggedGroup
+from ..grouping.layout import Layout
 from ..prompts.spec import identity
-from .record import BatchRecord
+from .record import BatchRecord, Running
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
@@ -77,7 +91,12 @@ def choose(
         if prompt in rules.named or (prompt in prompts and group.group_id not in chosen):
             continue
         reason = rules.reason_against(group, k)
-        if reason is not None:
+        if reason == "dead:missing_column":
+            columns = rules.missing_columns(group)
+            late = ", ".join(f"{name!r}: function" for name in columns)
+            problem = f"pushed without {', '.join(columns)}, which the chain needs: push it, or give late={{{late}}}"
+            unfit.append((replace(group, problem=problem), reason))
+        elif reason is not None:
             unfit.append((group, reason))
         elif group.group_id in chosen:
             unfit.append((replace(group, problem="a copy of another entry"), "malformed"))
@@ -113,17 +132,6 @@ def share_out(
     return [fit[position] for position in sorted(chosen)]
 
 
-def explained(group: LoggedGroup, reason: str, rules: NamingRules) -> LoggedGroup:
-    """The group with its problem, where the reason alone does not tell what to do."""
-    if reason != "dead:missing_column":
-        return group
-    columns = rules.missing_columns(group)
-    late = ", ".join(f"{name!r}: function" for name in columns)
-    names = ", ".join(columns)
-    problem = f"pushed without {names}, which the chain needs: push it, or give late={{{late}}}"
-    return replace(group, problem=problem)
-
-
 def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
     """The record of batch k. Groups are sorted by id, so that nothing depends on the order of arrival."""
     ordered = sorted(groups, key=lambda group: group.group_id)
@@ -134,3 +142,77 @@ def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: An
         groups=[group.pointer for group in ordered],
         **decided,
     )
+
+
+# What batches hand on
+
+
+def running_with(
+    config: ChainConfig, before: Running | None, groups: Sequence[LoggedGroup]
+) -> Running | None:
+    """The moments of all rewards up to and with those of `groups`, by source if the chain works by source.
+
+    None if the chain does not ask for them. Moments of the other kind, from before the chain changed, do not count.
+    """
+    if "running" not in (config.reward.mean, config.reward.std):
+        return None
+    batch = pack_members(Layout.of(sorted(groups, key=lambda group: group.group_id)))
+    moments = running_of(before)
+    if not config.by_source:
+        old = moments if isinstance(moments, RunningMoments) else RunningMoments()
+        return asdict(_updated(old, config, batch))
+    by_source = moments if isinstance(moments, dict) else {}
+    for source, part in split_by_source(batch):
+        by_source[source] = _updated(by_source.get(source, RunningMoments()), config, part.batch)
+    return {source: asdict(of_source) for source, of_source in by_source.items()}
+
+
+def _updated(moments: RunningMoments, config: ChainConfig, batch: PackedBatch) -> RunningMoments:
+    """The moments with a batch's rewards, as they are where the sum is not finite: workers find the group at fault."""
+    try:
+        return moments.updated(raw_rewards(config.reward, batch)[~batch.baseline])
+    except ArgumentError:
+        return moments
+
+
+def running_of(stored: Running | None) -> RunningMoments | dict[str, RunningMoments] | None:
+    """The moments in a record or a work item, as `run_chain` takes them."""
+    if stored is None:
+        return None
+    by_source = {
+        source: RunningMoments(**value) for source, value in stored.items() if isinstance(value, dict)
+    }
+    return by_source or RunningMoments(**stored)
+
+
+def coefficient_of(config: ChainConfig, prefetch: int, after: Mapping[str, float], k: int) -> float | None:
+    """The KL coefficient to stamp into the record of batch k; None = the chain's fixed one, or no KL.
+
+    after: batch number, as JSON has it, -> the adaptive coefficient after it, see `Progress.kl`. Batch k uses the one
+    after k - 1 - prefetch: it is named when that batch is trained at the earliest. So its coefficient does not depend
+    on how far ahead batches are named.
+    """
+    if config.kl is None or config.kl.target is None:
+        return None
+    since = k - 1 - prefetch
+    if since >= 0 and after:  # a job with a smaller prefetch has kept fewer
+        return after[str(max(since, min(map(int, after))))]
+    return config.kl.coefficient
+
+
+def coefficients_after(
+    config: ChainConfig,
+    prefetch: int,
+    after: Mapping[str, float],
+    k: int,
+    kl: float | None,
+    trajectories: int,
+) -> Mapping[str, float]:
+    """The coefficients after the last batches, now that batch k was trained on and its mean KL was `kl`."""
+    if config.kl is None or config.kl.target is None:
+        return after
+    coefficient = after.get(str(k - 1), config.kl.coefficient)
+    if kl is not None:
+        coefficient = adapted_coefficient(coefficient, kl, config.kl.target, config.kl.horizon, trajectories)
+    known = {**after, str(k): coefficient}
+    return {j: value for j, value in known.items() if k - 2 - prefetch <= int(j) <= k}

@@ -1,26 +1,34 @@
 """A trainer session: one rank's part in its job's ownership of a run, on the servers as they are.
 
 A session ends when a session that was founded later owns the run. After a server was replaced, which may have lost
-recent writes, each rank begins its session again (`recovery.take_over`, `follower.join`) from its `Progress`.
+recent writes, each rank begins its session again (`recovery.take_over`, `join`) from its `Progress`.
+
+Here is what all ranks have in common, and the session of a rank above 0: it reads what rank 0 has written. The only
+thing it writes is what it cannot read of a batch. After a server restarts without losing anything, it does not wait
+for rank 0, because rank 0 may be waiting for this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import tracing
 from ..algorithms.chain.config import ChainConfig
-from ..grouping.groups_log import LoggedGroup, read_groups
+from ..errors import BatchLostError, SettingError
 from ..run import Run
-from .carryover import coefficients_after
+from ..run.run import fenced
+from ..store.reasons import Reason
 from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
-from .progress import NamedBatch, Progress
-from .record import BatchRecord, Death, NamingSettings
+from .hold import Hold, NotHeldError, as_hold, founding_epoch, read_hold
+from .progress import Progress
+from .record import BatchRecord, Death, NamingSettings, find_record
+from .selection import coefficients_after
 
 
 class Session:
-    """What rank 0 (`leader.Leader`) and the other ranks (`follower.Follower`) have in common."""
+    """What rank 0 (`leader.Leader`) and the other ranks (`Follower`) have in common."""
 
     leads = False  # whether this is rank 0
 
@@ -37,30 +45,7 @@ class Session:
         self._chain = ChainConfig.model_validate(settings.chain)
         progress.kl = progress.kl or {}
 
-    @property
-    def batches(self) -> dict[int, NamedBatch]:
-        """Named batches that are not committed, by k: see `Progress`."""
-        return self.progress.batches
-
-    def _ask(self, add: Callable[[Any], object]) -> Sequence[Any] | None:
-        """Replies to the reads that `add` puts into a pipeline; None if a shard is not on the server it was on."""
-        pipe = self.run.connection.scripts.pipeline(transaction=False)
-        add(pipe)
-        server_ids, replies = self.run.server_ids_with(pipe)
-        return replies if server_ids == self._server_ids else None
-
     # A named batch
-
-    def read_groups(self, record: BatchRecord, dead: Container[str]) -> list[LoggedGroup]:
-        """The groups of a batch without the dead ones, in its order, read from the log once.
-
-        Raises BatchLostError if the server no longer has one.
-        """
-        groups = self.progress.batch(record).groups
-        living = [pointer for pointer in record.groups if pointer.group_id not in dead]
-        unread = [pointer for pointer in living if pointer.group_id not in groups]
-        groups.update((group.group_id, group) for group in read_groups(self.run, unread))
-        return [groups[pointer.group_id] for pointer in living]
 
     def dead_letter(self, record: BatchRecord, deaths: Mapping[str, Death]) -> Exclusions:
         """Groups of a batch that cannot be computed become dead letters, which rank 0 writes.
@@ -68,8 +53,8 @@ class Session:
         Returns all that is excluded from the batch.
         """
         dead, left_out = read_exclusions(self.run, record.id, record.groups)
-        if self.leads:
-            unwritten = {group_id: deaths[group_id] for group_id in deaths.keys() - dead}
+        unwritten = {group_id: deaths[group_id] for group_id in deaths.keys() - dead}
+        if self.leads and unwritten:
             dead_letter_groups(self.run, record, unwritten, self.progress.fence)
         deaths_so_far = self.progress.batch(record).dead
         written_by_others = dead - deaths_so_far.keys()
@@ -89,3 +74,138 @@ class Session:
                 batch.record_spans(tracing.TRAIN, self.run.name, batch.delivered_ns or tracing.now())
             else:
                 batch.groups.clear()
+
+
+# Ranks above 0
+
+
+def join(run: Run, settings: NamingSettings, progress: Progress) -> Follower:
+    """Join the session of the job that the progress names.
+
+    Raises NotHeldError while rank 0 has not taken the run (again), EpochFencedError, and SettingError for another world
+    size than rank 0's.
+    """
+    server_ids = run.server_ids()
+    hold = read_hold(run)
+    _check_session(run, progress, hold)
+    _join_branch(run, progress, hold)
+    progress.session, progress.epoch = hold.session, hold.epoch
+    progress.batches = {k: batch.on_other_servers() for k, batch in progress.batches.items()}
+    progress.follow(hold.committed)
+    if progress.kl is None:
+        kl: Any = run.connection.scripts.hget(run.keys.home.session, "kl")
+        progress.kl = None if kl is None else json.loads(kl)
+    return Follower(run, settings, progress, server_ids, hold)
+
+
+def _check_session(run: Run, progress: Progress, hold: Hold) -> None:
+    """Return if this is (still) the job's session."""
+    job = progress.job
+    session = progress.session  # the one this rank is in, '' = none yet
+    if session and hold.session == session:
+        if hold.epoch < progress.epoch:
+            raise NotHeldError("the server has lost recent writes: waiting for rank 0 to repeat them")
+    elif session and founding_epoch(hold.session) < founding_epoch(session):
+        raise NotHeldError(f"the server has lost what job {job} has written: waiting for its rank 0")
+    elif session and (hold.job != job or progress.has_delivered):
+        raise fenced(run.name)
+    elif not hold.session:
+        raise NotHeldError(f"no trainer has the run: waiting for rank 0 of job {job}")
+    elif hold.job != job:
+        raise NotHeldError(f"job {hold.job} has the run: waiting for rank 0 of job {job}")
+    if hold.world_size != progress.world_size:  # each rank takes its part of a plan for its world size
+        raise SettingError(
+            f"world_size is {progress.world_size}, rank 0 of job {hold.job} has {hold.world_size}: give every rank the "
+            "same one, and each start of the job another id"
+        )
+    if hold.settled != hold.epoch:
+        raise NotHeldError(f"rank 0 of job {hold.job} is taking the run over: waiting for it")
+
+
+def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
+    """Go on in the branch that rank 0 is in, or begin with it."""
+    if progress.session == hold.session and progress.branch == hold.branch:
+        # Data loss can make rank 0 take back, and name again, a batch that this rank has delivered.
+        stored: Any = run.connection.scripts.hget(run.keys.home.session, "taken_back")
+        taken_back = (stored or b"").decode(errors="replace").split()
+        for k, batch in progress.batches.items():
+            if k < progress.delivered and batch.record.id in taken_back:
+                raise BatchLostError(
+                    f"the server has lost groups of batch {k}, and rank 0 names it again with others: restart the "
+                    "trainer from its checkpoint"
+                )
+        return
+    # load_state_dict was called here, and no branch of rank 0 has been matched with it yet
+    pending = progress.loaded and progress.branch == 0
+    if pending and not (hold.loaded == hold.branch > progress.claimed):
+        raise NotHeldError("rank 0 has not loaded a state: waiting for its load_state_dict")
+    if progress.loaded and hold.began != progress.began:
+        raise NotHeldError(
+            f"rank 0 goes on from version {hold.began}, the state loaded here has {progress.began}: waiting until "
+            "every rank has loaded the same state"
+        )
+    if progress.has_delivered:
+        raise NotHeldError(
+            f"rank 0 has gone back to version {hold.began}: waiting for load_state_dict on this rank"
+        )
+    progress.begin(hold.began)
+    progress.branch = hold.branch
+    if pending:
+        progress.claimed = hold.branch
+
+
+class Follower(Session):
+    """Made by `join`."""
+
+    def __init__(
+        self,
+        run: Run,
+        settings: NamingSettings,
+        progress: Progress,
+        server_ids: Sequence[str | None],
+        hold: Hold,
+    ) -> None:
+        """hold: rank 0's, as it was joined."""
+        super().__init__(run, settings, progress, server_ids)
+        self._hold = hold
+
+    def has_same_servers(self) -> bool:
+        """Whether every shard is still on the server it was on, and rank 0 has the run as it was joined."""
+        pipe: Any = self.run.connection.scripts.pipeline(transaction=False)
+        pipe.hmget(self.run.keys.home.session, list(Hold._fields))
+        server_ids, [stored] = self.run.server_ids_with(pipe)
+        hold = as_hold(stored)
+        if server_ids != self._server_ids or hold != self._hold._replace(committed=hold.committed):
+            return False
+        self._hold = hold
+        self.progress.follow(hold.committed)
+        return True
+
+    def find(self, k: int) -> BatchRecord | None:
+        """The record of batch k, if rank 0 has named it."""
+        record = find_record(self.run, k)
+        if record is None and k < self._hold.committed:
+            text = f"batch {k} is committed and this rank has not had it"
+            if self.progress.has_delivered:
+                raise BatchLostError(f"{text}: restart the trainer from its checkpoint")
+            raise NotHeldError(f"{text}: waiting for another rank 0 of job {self._hold.job}")
+        if record is not None and k >= self.progress.delivered and not record.is_for(self._settings):
+            raise NotHeldError(
+                f"batch {k} is named for another chain than this rank's: waiting for rank 0 to name it again. All "
+                "ranks need the same chain and late columns"
+            )
+        return record
+
+    def waits_for(self, k: int) -> Reason:
+        """Why this rank has no batch k yet."""
+        if find_record(self.run, k) is None:
+            return Reason("other_rank", f"rank 0 has not named batch {k}")
+        return Reason("computing", f"results of batch {k}")
+
+    def has_ended(self, k: int) -> bool:
+        """Whether rank 0 has ended before batch k, and this rank has not."""
+        stored: Any = self.run.connection.scripts.hmget(self.run.keys.home.session, ["end", "ends"])
+        end, ends = stored
+        return end is not None and int(end) == k and int(ends) > self.progress.ends
+
+    has_all = has_ended  # rank 0 names batches

@@ -26,7 +26,7 @@ from .instruments import KEPT, REGISTRY, Kind, begin_stage, child
 
 __all__ = [
     "KEPT", "REGISTRY", "EndedGroup", "Kind", "Sample", "batch_delivered", "begin_stage", "blocked_as",
-    "entries", "group_ended", "group_recreated", "groups_ended", "importance_weights", "retried", "serve",
+    "entries", "group_recreated", "groups_ended", "importance_weights", "retried", "serve",
     "succeeded", "timed", "training_metrics", "wait", "work_item_computed",
 ]  # fmt: skip
 
@@ -108,11 +108,6 @@ def groups_ended(groups: Sequence[EndedGroup]) -> None:
         is_enough = len(_ended) >= GROUPS_TOGETHER
     if is_enough:
         _count_ended()
-
-
-def group_ended(outcome: str, data_source: str | None = None, rewards: Sequence[float] = ()) -> None:
-    """`groups_ended` for one."""
-    groups_ended([EndedGroup(outcome, data_source, rewards)])
 
 
 def _count_ended() -> None:
@@ -256,21 +251,17 @@ def _add_signed(counter: Any, labels: tuple[str, ...], values: NDArray[np.float6
 
 def _known(values: Values) -> NDArray[np.float64]:
     """`values` flat, without those that are None, NaN or infinite."""
-    flat = _flat(values)
+    flat = np.empty(0) if values is None else np.asarray(values, dtype=np.float64).ravel()
     return flat[np.isfinite(flat)]
 
 
 def _finite(values: Values | Sample, quantity: str) -> tuple[NDArray[np.float64], int]:
     """`_known` and the weight, for values that should all be numbers: what is left out counts as non-finite."""
-    values, weight = values if isinstance(values, Sample) else Sample(values)
-    flat = _flat(values)
-    kept = flat[np.isfinite(flat)]
-    child(instruments.NONFINITE, quantity).inc(weight * (len(flat) - len(kept)))
-    return kept, weight
-
-
-def _flat(values: Values) -> NDArray[np.float64]:
-    return np.empty(0) if values is None else np.asarray(values, dtype=np.float64).ravel()
+    sample = values if isinstance(values, Sample) else Sample(values)
+    kept = _known(sample.values)
+    given = 0 if sample.values is None else np.asarray(sample.values, dtype=np.float64).size
+    child(instruments.NONFINITE, quantity).inc(sample.weight * (given - len(kept)))
+    return kept, sample.weight
 
 
 _ended: list[EndedGroup] = []  # and not counted yet

@@ -13,15 +13,14 @@ from ..advantage.results import BatchResults, Result, counts_of, misfit, parse_r
 from ..batch import recovery
 from ..batch.commit import stored_result
 from ..batch.exclusion import leave_out
-from ..batch.follower import Follower
 from ..batch.leader import Leader
 from ..batch.record import BatchRecord, Death, WorkItem, work_items
 from ..batch.selection import BATCH_ID
+from ..batch.session import Follower
 from ..errors import BatchLostError, UndecodableGroupError, WireError
 from ..grouping.groups_log import read_groups
 from ..grouping.layout import Layout
 from ..messages import brief, log_fields
-from ..run import Shard
 from ..run.dead_letters import reject
 from ..store.retry import RETRYABLE
 from .delivery import ComputedBatch, deliver
@@ -29,7 +28,6 @@ from .fetch import ReadAhead
 from .late_columns import LateColumn
 from .microbatch import Batch
 from .plan import Rank
-from .report import batch_figures, named
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +78,7 @@ class Collector:
             pointers = [pointer for pointer in record.groups if pointer.group_id in unreadable]
             read_groups(session.run, pointers)  # BatchLostError: they are gone, not broken
             raise
-        figures = {**batch_figures(batch), **session.dropped.figures(), **batch.metrics}
-        batch.metrics.clear()
-        batch.metrics.update(named(figures))
-        of_batch = session.progress.batch(record)
-        of_batch.delivered_ns = tracing.now()
+        session.progress.batch(record).delivered_ns = tracing.now()
         ids = [group.group_id for group in computed.layout.groups if session.leads]
         tracing.record(tracing.DELIVER, session.run.name, ids, since, k=record.k, batch=record.id)
         self.ready = record, batch
@@ -132,7 +126,7 @@ class Collector:
     def stop(self) -> None:
         """Fetch nothing ahead."""
         if self.ahead is not None:
-            self.ahead.stop()
+            self.ahead.stopped.set()
         self.ahead = None
 
     def _computed(self, record: BatchRecord) -> ComputedBatch | None:
@@ -157,8 +151,15 @@ class Collector:
         return None
 
     def _lay_out(self, record: BatchRecord, dead: Container[str]) -> Layout:
-        """The groups of a batch without the dead ones."""
-        groups = self.session.read_groups(record, dead)
+        """The groups of a batch without the dead ones, read from the log once.
+
+        Raises BatchLostError if the server no longer has one.
+        """
+        read = self.session.progress.batch(record).groups
+        living = [pointer for pointer in record.groups if pointer.group_id not in dead]
+        unread = [pointer for pointer in living if pointer.group_id not in read]
+        read.update((group.group_id, group) for group in read_groups(self.session.run, unread))
+        groups = [read[pointer.group_id] for pointer in living]
         if self._layout.groups != groups:
             self._layout = Layout.of(groups)
         return self._layout
@@ -170,33 +171,31 @@ class Collector:
 
     def read(self) -> None:
         """Keep the results that are new in the logs. Rank 0, which knows all batches, removes what is of none."""
-        run = self.session.run
+        session, run = self.session, self.session.run
         pipe = run.connection.scripts.pipeline(transaction=False)
         for number, keys in enumerate(run.keys.shards):
             pipe.xrange(keys.results, f"({self.cursors[number]}", "+")
         for shard, entries in zip(run.shards, pipe.execute(), strict=True):
             for entry_id, fields in entries:
-                self._take(shard, entry_id, fields)
+                named = list(session.progress.batches.values())  # at once: another thread may commit some
+                try:
+                    result = parse_result(shard.keys, fields)
+                    batch = next((batch for batch in named if batch.record.id == result.batch), None)
+                    if batch is not None and batch.results is not None:
+                        batch.results.append(stored_result(shard, entry_id, fields))
+                    if batch is not None or not session.leads:
+                        self._results[result.batch].append(result)
+                    elif not BATCH_ID.fullmatch(result.batch):
+                        raise WireError(f"batch {brief(result.batch)} is none of this run")
+                    elif (
+                        session.has_same_servers()
+                    ):  # else the next session decides: the batch may have been lost
+                        # Published while the batch was committed or undone, after that had looked for results.
+                        recovery.undo_in_shard(run, shard, result.batch, session.progress.fence)
+                except WireError as error:
+                    if session.leads and session.has_same_servers():
+                        reject(shard, shard.keys.results, entry_id.decode(), str(error))
                 self.cursors[shard.index] = entry_id.decode()  # the server may have gone away before
-
-    def _take(self, shard: Shard, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
-        session = self.session
-        named = list(session.batches.values())  # at once: another thread may commit some
-        try:
-            result = parse_result(shard.keys, fields)
-            batch = next((batch for batch in named if batch.record.id == result.batch), None)
-            if batch is not None and batch.results is not None:
-                batch.results.append(stored_result(shard, entry_id, fields))
-            if batch is not None or not session.leads:
-                self._results[result.batch].append(result)
-            elif not BATCH_ID.fullmatch(result.batch):
-                raise WireError(f"batch {brief(result.batch)} is none of this run")
-            elif session.has_same_servers():  # else the next session decides: the batch may have been lost
-                # Published while the batch was committed or undone, after that had looked for results to delete.
-                recovery.undo_in_shard(session.run, shard, result.batch, session.progress.fence)
-        except WireError as error:
-            if session.leads and session.has_same_servers():
-                reject(shard, shard.keys.results, entry_id.decode(), str(error))
 
     def results_of(self, batch_id: str, items: Sequence[WorkItem]) -> list[Result] | None:
         """The first result of each work item of a batch; None while some have not been published."""

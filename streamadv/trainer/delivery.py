@@ -1,4 +1,4 @@
-"""From a computed batch to one rank's share, in five steps: plan, fetch, pack, late, cut."""
+"""From a computed batch to one rank's share, in five steps: plan, fetch, pack, late, cut (`deliver`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import SettingError, UndecodableGroupError
 from ..grouping.layout import Layout
 from ..metrics import importance_weights
 from ..run import Run
-from ..trajectory.columns import OUTPUT_COLUMNS, Array
+from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.members import offsets, spans
 from ..trajectory.payload import payloads_of
 from ..trajectory.schema import TOKEN_COLUMNS
@@ -48,7 +48,6 @@ class PackedShare:
     """One rank's share of a batch with everything that belongs to it, all in the order of the share."""
 
     share: Share
-    fetched: FetchedShare
     batch: PackedBatch  # rewards as shaped by the workers
     columns: dict[str, Tensor]  # [N]: pushed ones, the workers' and late ones
     indices: dict[str, Tensor]  # [N]: those of `columns` that torch indexes with, in dtypes that it takes
@@ -84,7 +83,27 @@ def deliver(
     made, late_metrics = _run_late_part(computed, packed, late, rank.world_size)
     if late:
         keep_late(run, record.id, share.own, computed.results, share.positions, made, fence)
-    return _cut(computed, packed, late_metrics)
+    parts = computed.results.results
+    if cut_chain(record.chain, record.late)[0].scope == "batch":
+        parts = parts[:1]  # each shard's worker has seen the whole batch
+    metrics: list[Metrics] = [(result.header.metrics, result.header.weights) for result in parts]
+    merged, weights = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
+    own_outputs = [name for name in packed.columns if name in OUTPUT_COLUMNS and name not in fetched.columns]
+    outputs_of = {name: packed.columns[name] for name in dict.fromkeys([*packed.results, *own_outputs])}
+    columns = {**packed.columns, **packed.indices, **packed.extras}
+    return Batch(
+        version=record.k,
+        id=record.id,
+        micro_batches=cut(share, columns, packed.row_extras, packed.has),
+        num_tokens=int(share.trained.members.table["trainable"].sum()),
+        num_rows=len(share.trained.members.rows),
+        num_trajectories=len(share.trained),
+        kl=merged.get(MEAN_KL),
+        metrics=merged,
+        metric_weights=weights,
+        layout=share.trained,
+        make_delivered=lambda: delivered(fetched, outputs_of, record.k),
+    )
 
 
 # Pack
@@ -126,7 +145,7 @@ def _pack(
     indices = {"input_ids": columns["input_ids"].to(torch.int64, copy=True)} if "input_ids" in columns else {}
     if "response_mask" in columns:
         indices["response_mask"] = columns["response_mask"].view(torch.bool)
-    return PackedShare(share, fetched, batch, columns, indices, extras, fetched.row_extras(), has, per_token)
+    return PackedShare(share, batch, columns, indices, extras, fetched.row_extras(), has, per_token)
 
 
 def pack_share(
@@ -186,7 +205,7 @@ def _run_late_part(
     """
     record, columns, metrics = computed.record, packed.columns, None
     made: dict[str, Tensor] = {}
-    if len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
+    if late and len(packed.share.trained):  # else all groups are dead: no rank has a micro-batch
         all_columns = {**columns, **packed.indices, **packed.extras}
         made = make_late_columns(late, packed.share, all_columns, packed.row_extras, packed.has)
     for name in late:
@@ -257,40 +276,13 @@ def _with_untrained(batch: PackedBatch, share: Share, results: BatchResults) -> 
     return replace(whole, columns=columns, given_mask=given_mask), own
 
 
-# Cut
-
-
-def _cut(computed: ComputedBatch, packed: PackedShare, late_metrics: Metrics | None) -> Batch:
-    record, trained = computed.record, packed.share.trained
-    parts = computed.results.results
-    if cut_chain(record.chain, record.late)[0].scope == "batch":
-        parts = parts[:1]  # each shard's worker has seen the whole batch
-    metrics: list[Metrics] = [(result.header.metrics, result.header.weights) for result in parts]
-    merged, weights = merge_metrics([*metrics, *([late_metrics] if late_metrics else [])])
-    pushed = packed.fetched.columns.keys()
-    made = [name for name in packed.columns if name in OUTPUT_COLUMNS and name not in pushed]
-    outputs = {name: packed.columns[name] for name in dict.fromkeys([*packed.results, *made])}
-    return Batch(
-        version=record.k,
-        id=record.id,
-        micro_batches=cut(
-            packed.share, {**packed.columns, **packed.indices, **packed.extras}, packed.row_extras, packed.has
-        ),
-        num_tokens=int(trained.members.table["trainable"].sum()),
-        num_rows=len(trained.members.rows),
-        num_trajectories=len(trained),
-        kl=merged.get(MEAN_KL),
-        metrics=merged,
-        metric_weights=weights,
-        layout=trained,
-        make_delivered=lambda: delivered(packed.fetched, outputs, record.k),
-    )
+# `Batch.delivered`
 
 
 def delivered(fetched: FetchedShare, outputs: Mapping[str, Tensor], k: int) -> list[Delivered]:
     """The trajectories with their payloads. outputs: computed columns of the share, [N] each."""
     own = fetched.share.own
-    bounds = list(pairwise(offsets(own.members.table["tokens"]).tolist()))
+    bounds = [slice(*span) for span in pairwise(offsets(own.members.table["tokens"]).tolist())]
     pushed = {name: column.numpy() for name, column in fetched.columns.items()}
     made = {name: column.cpu().numpy() for name, column in outputs.items()}
     payloads = {
@@ -301,11 +293,8 @@ def delivered(fetched: FetchedShare, outputs: Mapping[str, Tensor], k: int) -> l
     for member, (reference, span) in enumerate(zip(References(own), bounds, strict=True)):
         number = int(own.packet[member])
         payload = payloads[number][int(own.position[member])]
-        columns = {name: pushed[name] for name in own.packets[number].columns if name in pushed}
-        payload = replace(payload, columns={**_slices(columns, *span), **payload.columns})
-        found.append(Delivered(reference, payload, _slices(made, *span), reference.staleness(k)))
+        pushed_with = {name: pushed[name][span] for name in own.packets[number].columns if name in pushed}
+        payload = replace(payload, columns={**pushed_with, **payload.columns})
+        computed = {name: column[span] for name, column in made.items()}
+        found.append(Delivered(reference, payload, computed, reference.staleness(k)))
     return found
-
-
-def _slices(columns: Mapping[str, Array], start: int, stop: int) -> dict[str, Array]:
-    return {name: column[start:stop] for name, column in columns.items()}

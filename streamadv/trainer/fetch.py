@@ -40,7 +40,6 @@ from ..trajectory.columns import (
 from ..trajectory.members import Members, offsets
 from ..trajectory.packet import (
     ColumnKind,
-    StoredPacket,
     check_column,
     column_kind,
     decode_column,
@@ -99,7 +98,7 @@ class FetchedShare:
         self._is_right = False  # all values were checked
 
     def read(self, run: Run, max_bytes: float = math.inf, stop: threading.Event | None = None) -> Problems:
-        """Read the packets that are missing. Returns what is wrong with those that cannot be read: they stay missing.
+        """Read the packets that are missing. Returns what is wrong with what was read, and with what stays missing.
 
         max_bytes: of all of them together. stop: reads no more when it is set.
         """
@@ -121,11 +120,9 @@ class FetchedShare:
                 if stop.is_set():
                     break
         self.missing = [number for number in self.missing if number not in read]
-        return (
-            problems
-            if self.missing or stop.is_set()
-            else problems | self._read_columns_of_groups(run, max_bytes)
-        )
+        if not self.missing and not stop.is_set():
+            problems |= self._read_columns_of_groups(run, max_bytes)
+        return problems | self._check()
 
     def _read_columns_of_groups(self, run: Run, max_bytes: float) -> Problems:
         """Read what is yet to be read, unless that is more than `max_bytes`."""
@@ -145,7 +142,7 @@ class FetchedShare:
                 problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
         return problems
 
-    def check(self) -> Problems:
+    def _check(self) -> Problems:
         """Check the values of what was read: which trajectories have wrong ones. Looks at each value once."""
         own, problems = self.share.own, Problems()
         if self._is_right:
@@ -186,9 +183,13 @@ class FetchedShare:
         for name, arrays in extras.items():
             of_members = zip(own.packet.tolist(), own.position.tolist(), own.group.tolist(), strict=True)
             for number, position, group in of_members:
-                rows = rows_of(own.packets[number], name, self.others[number].get(name), position)
-                of_group = self.of_groups.get(group, {}).get(name)
-                arrays += rows if name in self.others[number] else [of_group] * len(rows)
+                members, column = own.packets[number].members, self.others[number].get(name)
+                first, last = members.first_row[position : position + 2].tolist()
+                if column is None:
+                    arrays += [self.of_groups.get(group, {}).get(name)] * (last - first)
+                else:
+                    bounds = offsets(members.entries[name]).tolist()
+                    arrays += [column[start:stop] for start, stop in pairwise(bounds[first : last + 1])]
         return extras
 
     def _take(self, run: Run, number: int, reply: Sequence[bytes | None] | None) -> None:
@@ -199,10 +200,16 @@ class FetchedShare:
         header, columns = split_reply(reply)
         others: dict[str, bytes | None] = {}
         for name, raw in zip(packet.columns, columns, strict=True):
-            if name in self._places:
-                self._place(number, name, raw)
-            else:
+            if name not in self._places:
                 others[name] = raw
+                continue
+            (column, width), tokens = self._places[name], self._tokens[number]
+            whole = sized(name, raw, tokens * width)
+            for start, stop, first in self._pieces[number]:
+                part: bytes | memoryview = whole
+                if stop - start < tokens:  # members that are not in the share go nowhere
+                    part = memoryview(whole)[first * width : (first + stop - start) * width]
+                column[start * width : stop * width] = part
         parse_header(header, packet.members)
         self.others[number] = {  # of all members of the packet, rows end to end
             name: decode_column(packet, name, raw, run.manifest.columns) for name, raw in others.items()
@@ -210,16 +217,6 @@ class FetchedShare:
         for name in KNOWN_COLUMNS.keys() & others.keys():
             check_column(packet, name, self.others[number][name])
         self.headers[number] = header
-
-    def _place(self, number: int, name: str, raw: bytes | None) -> None:
-        """Copy a packet's column; members that are not in the share go nowhere. Raises WireError."""
-        (column, width), tokens = self._places[name], self._tokens[number]
-        whole = sized(name, raw, tokens * width)
-        for start, stop, first in self._pieces[number]:
-            part: bytes | memoryview = whole
-            if stop - start < tokens:
-                part = memoryview(whole)[first * width : (first + stop - start) * width]
-            column[start * width : stop * width] = part
 
     def _problems(self, positions: Sequence[int] | Array, text: str) -> Problems:
         identities = [self.share.own.identity(int(position)) for position in positions]
@@ -229,9 +226,7 @@ class FetchedShare:
 def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
     """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
     fetched = ahead if ahead is not None and ahead.share is share else FetchedShare(run, share, device)
-    problems = fetched.read(run)
-    problems |= fetched.check()
-    if problems:
+    if problems := fetched.read(run):
         raise UndecodableGroupError(dict(sorted(problems.items())))
     return fetched
 
@@ -276,7 +271,7 @@ class ReadAhead:
     def __init__(self, run: Run, record: BatchRecord, layout: Layout, rank: Rank) -> None:
         self.batch = record.id
         self._run = run
-        self._stopped = doors.Event()
+        self.stopped = doors.Event()  # set: fetch no more; nobody waits for a server that does not answer
         self._fetched: FetchedShare | None = None
         self._thread = doors.Thread(
             target=self._fetch, args=(layout, record, rank), name="streamadv-read-ahead", daemon=True
@@ -288,17 +283,12 @@ class ReadAhead:
         self._thread.join()
         return self._fetched
 
-    def stop(self) -> None:
-        """Fetch no more. Does not wait for a server that does not answer."""
-        self._stopped.set()
-
     def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank) -> None:
         try:
             budget = record.tokens_per_micro_batch
             share = share_of(layout, budget, rank, keep_groups=record.keep_groups)
             self._fetched = FetchedShare(self._run, share, rank.device)
-            self._fetched.read(self._run, MAX_BYTES, self._stopped)
-            self._fetched.check()
+            self._fetched.read(self._run, MAX_BYTES, self.stopped)
         except BaseException as error:
             fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
             logger.debug("not read ahead: %s: %s", type(error).__name__, error, extra=fields)
@@ -343,12 +333,3 @@ def _problem(name: str, array: Array) -> str | None:
     except ValueError as error:
         return f"column {name} {error}"
     return None
-
-
-def rows_of(packet: StoredPacket, name: str, column: Array | None, position: int) -> list[Array | None]:
-    """The rows of the member at `position`, of a column not per token. column: None if the packet lacks it."""
-    if column is None:
-        return [None] * int(packet.members.table["rows"][position])
-    bounds = offsets(packet.members.entries[name]).tolist()
-    first, last = packet.members.first_row[position : position + 2].tolist()
-    return [column[start:stop] for start, stop in pairwise(bounds[first : last + 1])]

@@ -67,8 +67,6 @@ def make_late_columns(
     columns, extras, has: see `cut`. Rows that are in no micro-batch keep 0: nobody trains on them. Raises
     LateColumnError.
     """
-    if not suppliers:
-        return {}
     mask = columns["response_mask"]
     made = {name: torch.zeros(len(mask), dtype=torch.float32, device=mask.device) for name in suppliers}
     for spans, micro_batch in zip(token_spans(share), cut(share, columns, extras, has), strict=True):

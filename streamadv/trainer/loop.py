@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
 from .. import clock, doors
-from ..batch.follower import Follower
 from ..batch.hold import NotHeldError
 from ..batch.leader import Leader
+from ..batch.session import Follower
 from ..errors import (
     BatchLostError,
     NoBatchError,
@@ -29,7 +29,7 @@ from ..store.waiting import Blocked, Wait
 from .collect import STAGE, Collector
 from .late_columns import LateColumn
 from .microbatch import Batch
-from .report import RunFigures, named, observe, times
+from .report import RunFigures, batch_figures, named, observe
 from .session import Sessions
 
 logger = logging.getLogger(__name__)
@@ -74,19 +74,19 @@ class Loop:
                     batch, collector = self._advance(patience, max_groups)
                     if batch is not None and collector is not None:
                         if batch is not self._reported:
-                            self._report(batch, clock.now() - started)
+                            self._report(batch, collector.session.dropped.figures(), clock.now() - started)
                         return self._hand_out(batch, collector, max_groups, take_back)
                 if collector is None:
                     return None
                 self._wait_for_news(collector, patience, max_groups)
 
-    def patiently(self, call: Callable[[], T]) -> T:
-        """`call()`, repeated until the server answers and rank 0 has the run."""
+    def patiently(self, call: Callable[..., T], *arguments: Any) -> T:
+        """The call, repeated until the server answers and rank 0 has the run."""
         patience = _Patience(self._sessions, None, self.pause)
         try:
             while True:
                 with patience.attempt(), self.lock:
-                    return call()
+                    return call(*arguments)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
 
@@ -171,7 +171,7 @@ class Loop:
             if isinstance(collector.session, Leader):
                 collector.session.name_ahead(False, max_groups)
             collector.read_ahead(collector.session.find(self._progress.delivered))
-        self._sessions.delivered(batch)
+        self._sessions.in_hand = batch if self._sessions.marks_itself else None
         return batch
 
     def _collect(self, collector: Collector) -> Batch | None:
@@ -208,19 +208,18 @@ class Loop:
 
     # What it reports
 
-    def _report(self, batch: Batch, wait_s: float) -> None:
-        now = clock.now()
-        figures = times(batch, wait_s, None if self._delivered_at is None else now - self._delivered_at)
+    def _report(self, batch: Batch, dropped: Mapping[str, float], wait_s: float) -> None:
+        """Complete the metrics of a batch, and tell those of the process."""
+        now, progress = clock.now(), self._progress
+        step_s = None if self._delivered_at is None else now - self._delivered_at
+        figures = {**batch_figures(batch, wait_s, step_s), **dropped, **batch.metrics}
         self._delivered_at = now
         if self._watchdog is not None and self._run_figures is not None:
             self._watchdog.progress()
             figures |= self._run_figures.figures(self._watchdog.counters)
-            progress = self._progress
-            self._watchdog.look_at_commits(
-                len(progress.batches),
-                progress.version - progress.committed,
-                progress.committed,
-            )
+            trained = progress.version - progress.committed
+            self._watchdog.look_at_commits(len(progress.batches), trained, progress.committed)
+        batch.metrics.clear()
         batch.metrics.update(named(figures))
         if self._watchdog is not None:
             observe(batch)
@@ -323,44 +322,33 @@ def wait_for_news(
 ) -> bool:
     """Return when a result has come, or another batch can be named; at the latest after `block_ms`.
 
-    Returns whether there are results to read. The shards get equal parts of the time, one after another.
+    Returns whether there are results to read. The shards get equal parts of the time, one after another; on rank 0 the
+    wait is for their groups as well.
     """
-    shards = range(len(collector.session.run.keys.shards))
-    part_ms = max(1, block_ms // len(shards))
-    started = clock.now()
-    for shard in shards:
-        news = _wait_in_shard(collector, shard, part_ms, could_name)
-        if news:
-            return news == "results"
+    run, started = collector.session.run, clock.now()
+    leader = collector.session if isinstance(collector.session, Leader) else None
+    part_ms = max(1, block_ms // len(run.keys.shards))
+    for shard in range(len(run.keys.shards)):
+        keys, until, rests = run.keys.shard(shard), clock.now() + part_ms / 1000, False
+        while (left_ms := round((until - clock.now()) * 1000)) > 0:
+            streams: dict[Any, Any] = {keys.results: collector.cursors[shard]}
+            if leader is not None and leader.waits_for_groups and not rests:
+                streams[keys.groups] = leader.cursors[shard]
+            wait_ms = min(left_ms, REST_MS) if rests else left_ms
+            try:
+                reply: Any = run.connection.blocking(part_ms).xread(streams, count=1, block=wait_ms)
+            except ResponseError as error:
+                if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
+                    raise
+                reply = None
+            come = dict(reply or {})
+            if keys.results.encode() in come:
+                return True
+            if come and could_name():
+                return False
+            if not come and not rests:
+                break
+            rests = bool(come)
     if clock.now() - started < block_ms / 2000:
         sleep(part_ms / 1000)  # a server that does not block must not be asked in a loop
     return False
-
-
-def _wait_in_shard(
-    collector: Collector, shard: int, part_ms: int, could_name: Callable[[], bool]
-) -> Literal["results", "groups"] | None:
-    """Wait for one shard's results and, on rank 0, for its groups."""
-    run, rests = collector.session.run, False
-    leader = collector.session if isinstance(collector.session, Leader) else None
-    keys, until = run.keys.shard(shard), clock.now() + part_ms / 1000
-    while (left_ms := round((until - clock.now()) * 1000)) > 0:
-        streams: dict[Any, Any] = {keys.results: collector.cursors[shard]}
-        if leader is not None and leader.waits_for_groups and not rests:
-            streams[keys.groups] = leader.cursors[shard]
-        block_ms = min(left_ms, REST_MS) if rests else left_ms
-        try:
-            reply: Any = run.connection.blocking(part_ms).xread(streams, count=1, block=block_ms)
-        except ResponseError as error:
-            if not str(error).startswith("UNBLOCKED"):  # a primary was demoted while this waited
-                raise
-            reply = None
-        come = dict(reply or {})
-        if keys.results.encode() in come:
-            return "results"
-        if come and could_name():
-            return "groups"
-        if not come and not rests:
-            return None
-        rests = bool(come)
-    return None

@@ -21,7 +21,7 @@ from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
 from ..batch.progress import DURABILITY_WINDOW_S, Progress
-from ..batch.record import BatchRecord, NamingSettings, read_records
+from ..batch.record import NamingSettings, read_records
 from ..errors import SettingError
 from ..messages import brief, check_number, log_fields, whole_number
 from ..run.manifest import RunSettings, given_settings
@@ -217,7 +217,7 @@ class TrainerQueue(IterableDataset[Batch]):
             if self._progress.finished:
                 self._progress.finished = False
                 self._sessions.end()
-        self._loop.patiently(lambda: self._sessions.open(weights))
+        self._loop.patiently(self._sessions.open, weights)
         return self
 
     def finish(self) -> None:
@@ -288,7 +288,8 @@ class TrainerQueue(IterableDataset[Batch]):
     @property
     def epoch(self) -> int:
         """The fencing epoch of this job (no pass over the data); reading it opens the run."""
-        return self._loop.patiently(lambda: self._sessions.current().progress.epoch)
+        self._loop.patiently(self._sessions.current)
+        return self._progress.epoch
 
     # What the training loop says
 
@@ -305,14 +306,7 @@ class TrainerQueue(IterableDataset[Batch]):
         check_weights(weights)
         if not isinstance(batch, Batch):
             raise SettingError(f"batch is {brief(batch)}, needs what next_batch has returned")
-        noted: BatchRecord | None = None
-
-        def note_and_publish() -> None:
-            nonlocal noted
-            noted = noted or self._sessions.note_trained(batch)
-            self._sessions.publish_trained(noted, weights)
-
-        self._loop.patiently(note_and_publish)
+        self._loop.patiently(self._sessions.trained, batch, weights, [])
 
     @contextmanager
     def checkpoint(self, folder: str | Path, *, keep: int = 2) -> Iterator[Path]:
@@ -385,10 +379,14 @@ class TrainerQueue(IterableDataset[Batch]):
         return find_start(folder, self._run_name, *versions)
 
     def _go_on(self, state: Mapping[str, Any] | None) -> None:
-        """From this state, None for a run that nobody has trained."""
+        """From this state, None for a run that nobody has trained. Rank 0 takes the run."""
         if state is not None:
-            self.load_state_dict(state)
-        elif self._rank.number == 0:
+            with self._loop.lock:
+                self._progress.load(state)
+                self._sessions.end()
+                self._sessions.in_hand = None
+                self._loop.stop_reading()
+        if self._rank.number == 0:
             self._loop.patiently(self._sessions.current)
 
     def state_dict(self) -> dict[str, Any]:
@@ -414,7 +412,7 @@ class TrainerQueue(IterableDataset[Batch]):
         state of a later version or of another run, and for what is no state.
         """
         check_state(state, self._run_name)
-        self._loop.patiently(lambda: self._sessions.commit(state))
+        self._loop.patiently(self._sessions.commit, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: take over the run, repeat its commit, set the version back.
@@ -424,13 +422,7 @@ class TrainerQueue(IterableDataset[Batch]):
         the state of another run, or none.
         """
         check_state(state, self._run_name)
-        with self._loop.lock:
-            self._progress.load(state)
-            self._sessions.end()
-            self._sessions.in_hand = None
-            self._loop.stop_reading()
-        if self._rank.number == 0:
-            self._loop.patiently(self._sessions.current)
+        self._go_on(state)
 
     def __enter__(self) -> Self:
         return self

@@ -34,14 +34,22 @@ Values = NDArray[Any]
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def batch_figures(batch: Batch) -> dict[str, float]:
-    """Figures of the trajectories that are trained on, on all ranks together: the same on every rank."""
-    members, k = batch.layout.members, batch.version
-    table = members.table
+def batch_figures(batch: Batch, wait_s: float, step_s: float | None) -> dict[str, float]:
+    """Figures of the trajectories that are trained on, on all ranks together, the same on every rank; and of its time.
+
+    wait_s: of this rank in `next_batch`. step_s: since the batch before was delivered; None for the first one.
+    """
+    members, k, figures = batch.layout.members, batch.version, {"timing_s/wait": wait_s}
+    if step_s:
+        figures |= {"timing_s/step": step_s, "trainer/idle_ratio": min(1.0, wait_s / step_s)}
     if not len(members):
-        return {}
+        return figures
+    table = members.table
     observed = table["tokens"] - table["trainable"]
-    figures = {
+    queued_s = np.maximum(0, doors.wall() - _logged_s(batch.layout)[np.unique(batch.layout.group)])
+    figures |= {
+        "timing_s/in_queue/mean": float(queued_s.mean()),
+        "timing_s/in_queue/max": float(queued_s.max()),
         "perf/total_num_tokens": float(table["tokens"].sum()),
         **_summary("response_length", table["trainable"]),
         "response_length/clip_ratio": float(members.is_truncated.mean()),
@@ -90,8 +98,9 @@ class RunFigures:
             "ledger/dead": sum(ledger.dead.values()),
             "ledger/queued": ledger.queued,
             "ledger/in_flight": ledger.in_flight,
-            **self._evaluation(counters),
         }
+        if counters[f"outcome:{EVALUATED}"] != self._evals_ended:
+            figures |= self._evaluation(counters)
         return figures if before is None else figures | _flow(counters - before)
 
     def _evaluation(self, counters: Counter[str]) -> dict[str, float]:
@@ -100,8 +109,6 @@ class RunFigures:
         Of each data source the newest round or version, or the one before it while evaluation groups are open. While
         the server is away there is nothing new.
         """
-        if counters[f"outcome:{EVALUATED}"] == self._evals_ended:
-            return {}
         try:
             evaluations = read_evaluations(self._run)
         except RETRYABLE:
@@ -152,23 +159,6 @@ def _validation(evaluation: Evaluation) -> dict[str, float]:
         **({} if evaluation.version is None else {f"val-aux/{source}/version": evaluation.version}),
         **({} if oldest is None else {f"val-aux/{source}/oldest_version": oldest}),
     }
-
-
-def times(batch: Batch, wait_s: float, step_s: float | None) -> dict[str, float]:
-    """Of this rank, in seconds: the wait in `next_batch`, how long groups were queued, and since the batch before.
-
-    step_s: since the batch before was delivered; None for the first one.
-    """
-    figures = {"timing_s/wait": wait_s}
-    if len(batch.layout):
-        queued_s = np.maximum(0, doors.wall() - _logged_s(batch.layout)[np.unique(batch.layout.group)])
-        figures |= {
-            "timing_s/in_queue/mean": float(queued_s.mean()),
-            "timing_s/in_queue/max": float(queued_s.max()),
-        }
-    if step_s:
-        figures |= {"timing_s/step": step_s, "trainer/idle_ratio": min(1.0, wait_s / step_s)}
-    return figures
 
 
 def named(figures: Mapping[str, float]) -> dict[str, float]:

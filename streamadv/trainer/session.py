@@ -14,15 +14,14 @@ from contextlib import suppress
 from typing import Any, Final, Literal
 
 from .. import clock, doors
-from ..batch.follower import Follower, join
-from ..batch.hold import NotHeldError, check_job, count_queue, find_job, random_job
+from ..batch.hold import JOB_ID, NotHeldError, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
 from ..batch.record import BatchRecord, NamingSettings
 from ..batch.recovery import take_over, undo_other_chains
-from ..batch.session import Session
+from ..batch.session import Follower, Session, join
 from ..errors import EpochFencedError, SettingError
-from ..messages import log_fields
+from ..messages import brief, log_fields
 from ..metrics.instruments import KL_ESTIMATES
 from ..run import Run, open_run
 from ..run.heartbeats import BEAT_S, Doing, RankReport
@@ -64,12 +63,13 @@ class Sessions:
     ) -> None:
         self.naming = naming
         self.progress = progress
-        if job is not None:
-            progress.job = check_job(job)
+        if job is not None and not JOB_ID.fullmatch(job):
+            raise SettingError(f"job is {brief(job)}: use 1 to 200 printable characters without spaces")
+        progress.job = job or ""
         self.run_name, self.rank = run, rank
         self._connection = connection
         self._run_settings = settings
-        self._mark = mark
+        self.marks_itself = mark == "auto"  # whether the next batch marks the one before
         self._commits = commit == "each_batch"
         #: Of this queue among those of its run, rank and process.
         self.number = count_queue(run, rank.number) if rank.world_size > 1 else 0
@@ -159,7 +159,14 @@ class Sessions:
     def _begin(self) -> Leader | Follower:
         run = self.opened_run()
         session: Leader | Follower
-        self.progress.job = self.progress.job or self._find_job()
+        if not self.progress.job:
+            job = find_job(self.number) if self.rank.world_size > 1 else None
+            if job is None and self.rank.number > 0:
+                raise SettingError(
+                    f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
+                    "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
+                )
+            self.progress.job = job or random_job()
         if self.rank.number == 0:
             begins = self.progress.began is None
             session = take_over(run, self.naming, self.progress)
@@ -170,20 +177,7 @@ class Sessions:
         self._heartbeat.start(session)
         return session
 
-    def _find_job(self) -> str:
-        job = find_job(self.number) if self.rank.world_size > 1 else None
-        if job is None and self.rank.number > 0:
-            raise SettingError(
-                f"job is not given on rank {self.rank.number} of {self.rank.world_size}: pass the same job= on "
-                "every rank, another one at each start, or use torchrun, SLURM or torch.distributed"
-            )
-        return job or random_job()
-
     # What the training loop reports
-
-    def delivered(self, batch: Batch) -> None:
-        """The training loop gets the batch."""
-        self.in_hand = batch if self._mark == "auto" else None
 
     def finish_batch(self) -> Leader | Follower:
         """The loop asks for another batch: mark and commit the one before where that is the mode."""
@@ -191,9 +185,9 @@ class Sessions:
         if batch is not None and batch.version >= self.progress.version:
             self.note_trained(batch)
         session = self.checked()
-        if isinstance(session, Leader) and batch is not None and batch.version in session.batches:
+        if isinstance(session, Leader) and batch is not None and batch.version in self.progress.batches:
             if session.published_version <= batch.version:
-                session.publish_version(session.batches[batch.version].record, self._commits)
+                session.publish_version(self.progress.batches[batch.version].record, self._commits)
             if self._commits:
                 session.commit(self.progress.version)
         self.in_hand = None
@@ -205,7 +199,7 @@ class Sessions:
         if weights is not None:
             self.progress.publish_weights(self.progress.version, weights)
             if isinstance(session, Leader):
-                session.publish(self.progress.version)
+                session.publish_version(None)
 
     def finish(self) -> None:
         """As `TrainerQueue.finish`, once."""
@@ -218,12 +212,12 @@ class Sessions:
         self.news.set()
 
     def note_trained(self, batch: Batch) -> BatchRecord:
-        """The first part of `TrainerQueue.trained`: notes in the progress, before any server is told.
+        """Note it in the progress, before any server is told.
 
         Not to be repeated: a session that commits the batch forgets it.
         """
         session = self.current()
-        named = session.batches.get(batch.version)
+        named = self.progress.batches.get(batch.version)
         if named is None or named.record.id != batch.id:
             raise SettingError(f"batch {batch.version} is not one this queue has delivered and not committed")
         if batch.version > self.progress.version:
@@ -234,12 +228,15 @@ class Sessions:
         named.figures = {name: batch.metrics[name] for name in KL_ESTIMATES if name in batch.metrics}
         return named.record
 
-    def publish_trained(self, record: BatchRecord, weights: str | None) -> None:
-        """The second part, once."""
+    def trained(self, batch: Batch, weights: str | None, noted: list[BatchRecord]) -> None:
+        """As `TrainerQueue.trained`. noted: gets the record, so that a repeated call finds it there."""
+        if not noted:
+            noted.append(self.note_trained(batch))
+        [record] = noted
         if weights is not None:
             self.progress.publish_weights(record.k + 1, weights)
         session = self.at_hand()
-        commits = self._mark == "explicit" and self._commits
+        commits = self._commits and not self.marks_itself
         if isinstance(session, Leader):
             session.publish_version(record, commits)
             if commits:

@@ -357,8 +357,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "streamadv/batch/progress.py", "        self.committed = max(self.committed, version)\n", "        self.committed = version\n"
     ),
     "the groups of a checkpoint are forgotten at the first look": Mutant(
-        "streamadv/batch/progress.py", "_forget_first(self._returning, asked - RETURN_WINDOW_S)",
-        "_forget_first(self._returning, asked)",
+        "streamadv/batch/progress.py", "returned = asked - RETURN_WINDOW_S if", "returned = asked if",
     ),
     # Consumers, again
     "a reply that was lost is not asked for again": Mutant(

@@ -13,12 +13,11 @@ import torch
 
 from streamadv.algorithms.chain.config import ChainConfig
 from streamadv.batch import leader as leader_module
-from streamadv.batch.carryover import coefficient_of, coefficients_after
 from streamadv.batch.progress import Progress
+from streamadv.batch.selection import coefficient_of, coefficients_after
 from streamadv.errors import LateColumnError, NoBatchError, StreamadvError
 from streamadv.store.connection import Connection
 from streamadv.trainer import fetch, loop
-from streamadv.trainer.collect import Collector
 from streamadv.trainer.microbatch import MicroBatch
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
@@ -169,22 +168,24 @@ def test_a_closed_queue_takes_no_run(fake: Connection) -> None:
         queue.open()
 
 
-def test_an_interrupt_while_results_are_read(fake: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_results_are_read(fake: Connection) -> None:
     run = pushed_run(fake, "r", 2)
     queue = queue_of(fake, late={"ref_log_probs": lambda mb: torch.zeros(mb.num_tokens)})
     group_all(run)
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     compute_all(run)
-    real, calls = Collector._take, [0]
+    interrupts = [KeyboardInterrupt()]
 
-    def take(self: Collector, *arguments: Any) -> None:
-        real(self, *arguments)
-        calls[0] += 1
-        if calls[0] == 1:
-            raise KeyboardInterrupt
+    class Cursors(dict[int, str]):
+        def __setitem__(self, shard: int, entry: str) -> None:
+            if interrupts:  # the result is kept already
+                raise interrupts.pop()
+            super().__setitem__(shard, entry)
 
-    monkeypatch.setattr(Collector, "_take", take)
+    collector = queue._loop._collector
+    assert collector is not None
+    collector.cursors = Cursors(collector.cursors)
     with pytest.raises(KeyboardInterrupt):
         queue.next_batch(timeout=0)
     batch = queue.next_batch(timeout=0)

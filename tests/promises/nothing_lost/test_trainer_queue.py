@@ -22,7 +22,6 @@ from streamadv.trainer.collect import Collector
 from streamadv.trainer.loop import Loop
 from streamadv.trainer.microbatch import Batch, MicroBatch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trainer.session import Sessions
 from streamadv.trajectory.columns import EXTRA_DTYPES
 from tests.support import (
     delivered_batch,
@@ -595,7 +594,7 @@ class Timer(Exception):
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Timer])
-@pytest.mark.parametrize("place", ["hand_out", "read_ahead", "delivered", "next_batch", "wait"])
+@pytest.mark.parametrize("place", ["hand_out", "read_ahead", "next_batch", "wait"])
 def test_a_batch_that_an_interrupt_keeps_from_the_loop_is_given_again(
     fake: Connection, monkeypatch: pytest.MonkeyPatch, place: str, interrupt: type[BaseException]
 ) -> None:
@@ -608,7 +607,7 @@ def test_a_batch_that_an_interrupt_keeps_from_the_loop_is_given_again(
         if interrupts and queue._progress.delivered:
             raise interrupts.pop()
 
-    owners = {"delivered": Sessions, "next_batch": Loop, "wait": metrics}
+    owners = {"next_batch": Loop, "wait": metrics}
     owner: Any = owners.get(place, Collector)
     genuine: Any = getattr(owner, place)
 

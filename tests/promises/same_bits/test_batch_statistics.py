@@ -10,9 +10,9 @@ import pytest
 from streamadv.algorithms import RunningMoments
 from streamadv.algorithms.chain.config import parse_config
 from streamadv.algorithms.kl import adapted_coefficient
-from streamadv.batch.carryover import coefficient_of, coefficients_after
 from streamadv.batch.leader import Leader
 from streamadv.batch.record import BatchRecord
+from streamadv.batch.selection import coefficient_of, coefficients_after
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import delivered_batch, join, next_batch, producing, push_groups, pushed_run
@@ -29,7 +29,7 @@ def records_of(monkeypatch: pytest.MonkeyPatch) -> list[BatchRecord]:
     def spy(self: Leader, k: int, *arguments: Any) -> bool:
         done = name(self, k, *arguments)
         if done:
-            named.append(self.batches[k].record)
+            named.append(self.progress.batches[k].record)
         return done
 
     monkeypatch.setattr(Leader, "_name", spy)

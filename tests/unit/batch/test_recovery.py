@@ -47,7 +47,7 @@ def begin(run: Run, progress: Progress) -> Leader:
     """A session with batches 0 and 1 named."""
     leader = take_over(run, SETTINGS, progress)
     assert leader.name_ahead(False)
-    assert sorted(leader.batches) == [0, 1]
+    assert sorted(leader.progress.batches) == [0, 1]
     return leader
 
 
@@ -60,7 +60,7 @@ def lose_application(run: Run, record: BatchRecord) -> None:
 def test_a_batch_that_shards_have_lost_is_applied_again(run: Run) -> None:
     progress = Progress()
     leader = begin(run, progress)
-    record = leader.batches[0].record
+    record = leader.progress.batches[0].record
     lose_application(run, record)
     assert ledger(run)["in_flight"] == 8
     take_over(run, SETTINGS, progress)
@@ -73,7 +73,7 @@ def test_a_dead_letter_for_a_lost_batch_is_written_when_the_batch_is_applied_aga
     """In between nothing may be changed: the shard would forget that the batch does not miss the group."""
     progress = Progress()
     leader = begin(run, progress)
-    record = leader.batches[0].record
+    record = leader.progress.batches[0].record
     group_id = record.groups[1].group_id
     lose_application(run, record)
     assert leader.dead_letter(record, {group_id: Death("compute_error", "")}).dead == {group_id}
@@ -88,16 +88,16 @@ def test_a_dead_letter_for_a_lost_batch_is_written_when_the_batch_is_applied_aga
 def test_a_batch_that_misses_a_group_is_named_again_and_all_after_it(run: Run) -> None:
     progress = Progress()
     leader = begin(run, progress)
-    before = {k: batch.record for k, batch in leader.batches.items()}
+    before = {k: batch.record for k, batch in leader.progress.batches.items()}
     lost = before[0].groups[0]
     shard = run.shards[lost.shard]
     run.connection.scripts.xdel(shard.keys.groups, lost.entry)
     again = take_over(run, SETTINGS, progress)
-    assert again.batches == {}
+    assert again.progress.batches == {}
     assert read_records(run) == {}
     assert again.name_ahead(False)
-    assert list(again.batches) == [0]
-    named = [pointer for batch in again.batches.values() for pointer in batch.record.groups]
+    assert list(again.progress.batches) == [0]
+    named = [pointer for batch in again.progress.batches.values() for pointer in batch.record.groups]
     assert lost not in named
     assert len(named) == 4
 
@@ -105,7 +105,7 @@ def test_a_batch_that_misses_a_group_is_named_again_and_all_after_it(run: Run) -
 def test_a_naming_that_the_home_shard_lost_is_written_again(run: Run) -> None:
     progress = Progress()
     leader = begin(run, progress)
-    records = {k: batch.record for k, batch in leader.batches.items()}
+    records = {k: batch.record for k, batch in leader.progress.batches.items()}
     run.connection.scripts.delete(run.home.keys.batches)
     take_over(run, SETTINGS, progress)
     assert read_records(run) == records
@@ -117,7 +117,7 @@ def test_batches_that_nobody_knows_are_undone(run: Run) -> None:
     begin(run, Progress())
     run.connection.scripts.delete(run.home.keys.batches)
     leader = take_over(run, SETTINGS, Progress())
-    assert leader.batches == {}
+    assert leader.progress.batches == {}
     assert [applied_ids(run, shard) for shard in run.shards] == [set(), set()]
     assert (ledger(run)["in_flight"], ledger(run)["queued"]) == (0, 16)
     assert problems(run) == []
@@ -135,18 +135,18 @@ def test_a_session_that_was_replaced_changes_nothing(run: Run) -> None:
 def test_a_group_that_comes_back_before_its_batch_is_trained_is_not_named_again(run: Run) -> None:
     """A server loses a group of a batch that is delivered next, and its producer pushes it again."""
     leader = begin(run, Progress())
-    group_id = leader.batches[1].record.groups[0].group_id
+    group_id = leader.progress.batches[1].record.groups[0].group_id
     log = run.shard_of(group_id).keys.groups
     (entry,) = [e for e in run.connection.scripts.xrange(log) if e[1][b"group_id"] == group_id.encode()]
     run.connection.scripts.xadd(log, entry[1])
     run.connection.scripts.xdel(log, entry[0])
-    leader.note_trained(leader.batches[0].record)
+    leader.note_trained(leader.progress.batches[0].record)
     leader.name_ahead(True)
-    assert sorted(leader.batches) == [0, 1]
+    assert sorted(leader.progress.batches) == [0, 1]
     assert leader.dropped.figures() == {}
-    leader.note_trained(leader.batches[1].record)
+    leader.note_trained(leader.progress.batches[1].record)
     leader.name_ahead(True)
-    assert sorted(leader.batches) == [0, 1]
+    assert sorted(leader.progress.batches) == [0, 1]
     assert leader.dropped.figures()["dropped/trained/unknown/groups"] == 1
 
 
@@ -154,10 +154,10 @@ def test_groups_of_batches_named_before_a_server_was_replaced_are_remembered_for
     """That server may lack them, and their producers push them again later than it could lose a commit."""
     progress = Progress()
     leader = begin(run, progress)
-    group_ids = [pointer.group_id for pointer in leader.batches[0].record.groups]
-    progress.deliver(leader.batches[0].record)
+    group_ids = [pointer.group_id for pointer in leader.progress.batches[0].record.groups]
+    progress.deliver(leader.progress.batches[0].record)
     progress.servers_replaced()
-    progress.train(leader.batches[0].record)
+    progress.train(leader.progress.batches[0].record)
     progress.commit(1)
     progress.servers_confirmed(clock.now() + DURABILITY_WINDOW_S + 1, True)
     assert progress.groups == group_ids
@@ -179,7 +179,7 @@ def test_other_groups_that_an_older_job_named_are_not_committed(run: Run) -> Non
     """A server lost this job with the batch that it had committed, and an older job has given others its number."""
     progress = Progress()
     leader = begin(run, progress)
-    first, second = (leader.batches[k].record for k in (0, 1))
+    first, second = (leader.progress.batches[k].record for k in (0, 1))
     progress.deliver(first)
     progress.train(first)
     progress.commit(1)
@@ -187,7 +187,7 @@ def test_other_groups_that_an_older_job_named_are_not_committed(run: Run) -> Non
     other = second.model_copy(update={"k": 0, "id": "0-0123456789ab"})
     assert name_batch(run, other, leader.progress.fence)
     progress.batches.clear()
-    assert take_over(run, SETTINGS, progress).batches == {}
+    assert take_over(run, SETTINGS, progress).progress.batches == {}
     assert (ledger(run)["trained"], missing(run, other)) == (0, [])
     assert problems(run) == []
 
@@ -242,7 +242,7 @@ def waiting(run: Run) -> tuple[Progress, dict[bytes, bytes]]:
 
 def lose(run: Run, leader: Leader, older: Progress, session: Mapping[bytes, bytes]) -> None:
     """The server goes back to when it knew the older job alone."""
-    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.progress.fence)
+    undo_batches(run, [batch.record for batch in leader.progress.batches.values()], leader.progress.fence)
     scripts = run.connection.scripts
     scripts.delete(run.home.keys.session)
     scripts.hset(run.home.keys.session, mapping=dict(session))
@@ -251,7 +251,7 @@ def lose(run: Run, leader: Leader, older: Progress, session: Mapping[bytes, byte
 
 
 def train(leader: Leader, k: int) -> BatchRecord:
-    record = leader.batches[k].record
+    record = leader.progress.batches[k].record
     leader.progress.deliver(record)
     leader.note_trained(record)
     return record
@@ -265,12 +265,12 @@ def test_a_batch_of_another_line_that_has_groups_of_the_checkpoint_is_undone(run
     other = Progress()
     other.load(Progress.beginning(run.name))
     leader = take_over(run, SETTINGS, other)
-    undo_batches(run, [batch.record for batch in leader.batches.values()], leader.progress.fence)
+    undo_batches(run, [batch.record for batch in leader.progress.batches.values()], leader.progress.fence)
     other.batches.clear()
     assert take_over(run, sized(1), other).name_ahead(False)
     third = Progress()
     third.load(state)
-    batches = take_over(run, SETTINGS, third).batches
+    batches = take_over(run, SETTINGS, third).progress.batches
     assert not {group for batch in batches.values() for group in ids(batch.record)} & set(third.groups)
 
 
@@ -286,9 +286,9 @@ def test_a_batch_that_an_older_job_named_under_the_same_epoch_is_undone_if_it_ha
     progress.servers_replaced()
     take_over(run, sized(2), older).name_ahead(False)
     leader = take_over(run, sized(4, prefetch=0), progress)
-    assert not {group for k, batch in leader.batches.items() if k for group in ids(batch.record)} & set(
-        trained
-    )
+    assert not {
+        group for k, batch in leader.progress.batches.items() if k for group in ids(batch.record)
+    } & set(trained)
 
 
 def test_what_is_uncommitted_is_not_committed_with_the_batch_of_an_older_job(run: Run) -> None:
@@ -307,14 +307,16 @@ def test_what_is_uncommitted_is_not_committed_with_the_batch_of_an_older_job(run
 
 
 def test_a_takeover_that_is_cut_off_goes_on_as_it_began(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {k: batch.record for k, batch in begin(run, Progress()).batches.items()}
+    before = {k: batch.record for k, batch in begin(run, Progress()).progress.batches.items()}
     progress = Progress()
     progress.load(Progress.beginning(run.name))
     with monkeypatch.context() as patched:
         patched.setattr(recovery, "read_records", Mock(side_effect=ConnectionError))
         with pytest.raises(ConnectionError):
             take_over(run, SETTINGS, progress)
-    assert {k: batch.record for k, batch in take_over(run, SETTINGS, progress).batches.items()} == before
+    assert {
+        k: batch.record for k, batch in take_over(run, SETTINGS, progress).progress.batches.items()
+    } == before
 
 
 def test_a_job_is_not_fenced_by_its_own_commit(run: Run) -> None:
@@ -335,7 +337,7 @@ def test_a_dead_letter_whose_place_another_group_has(run: Run) -> None:
     """A server whose clock was set back has lost the group, and the death, and given its place to another group."""
     progress = Progress()
     leader = begin(run, progress)
-    record = leader.batches[0].record
+    record = leader.progress.batches[0].record
     pointer = record.groups[1]
     leader.dead_letter(record, {pointer.group_id: Death("compute_error", "")})
     # The server goes back to before the group was logged; another one of the shard completes at the same id.

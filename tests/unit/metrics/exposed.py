@@ -33,7 +33,7 @@ def report_everything() -> None:
         pass
     metrics.retried("grouper", "connection")
     metrics.group_recreated("grouper")
-    metrics.group_ended("complete", "math", [1.0, 0.0])
+    metrics.groups_ended([metrics.EndedGroup("complete", "math", [1.0, 0.0])])
     metrics.succeeded("producer")
     metrics.work_item_computed([0.5], [3], [1], [0], [2.0], is_weights=[1.0])
     metrics.training_metrics(

@@ -215,8 +215,8 @@ def test_the_mean_reward_of_all_groups_and_of_kept_ones(delta: Delta) -> None:
 
     mean("yes", "no")
     delta("reward_bucket", le="+Inf")
-    metrics.group_ended("complete", "maths", [1.0, -0.5])
-    metrics.group_ended("zero_variance", "maths", [1.0, 1.0])
+    metrics.groups_ended([metrics.EndedGroup("complete", "maths", [1.0, -0.5])])
+    metrics.groups_ended([metrics.EndedGroup("zero_variance", "maths", [1.0, 1.0])])
     assert mean("yes") == pytest.approx(0.25)
     assert mean("yes", "no") == pytest.approx(0.625)
     assert delta("reward_bucket", le="+Inf") == 4
@@ -226,29 +226,29 @@ def test_rewards_of_evaluation_groups_and_of_groups_dropped_at_naming_do_not_cou
     delta: Delta,
 ) -> None:
     delta("reward_bucket", le="+Inf")
-    metrics.group_ended("eval", "maths", [1.0])
-    metrics.group_ended("stale", "maths", [1.0])
+    metrics.groups_ended([metrics.EndedGroup("eval", "maths", [1.0])])
+    metrics.groups_ended([metrics.EndedGroup("stale", "maths", [1.0])])
     assert delta("reward_bucket", le="+Inf") == 0
 
 
 def test_a_group_without_a_signal_shows_though_it_is_filtered(delta: Delta) -> None:
     delta("group_reward_std_bucket", le="0.0")
     delta("group_reward_std_sum")
-    metrics.group_ended("zero_variance", None, [0.0, 0.0])
-    metrics.group_ended("complete", None, [0.0, 1.0])
+    metrics.groups_ended([metrics.EndedGroup("zero_variance", None, [0.0, 0.0])])
+    metrics.groups_ended([metrics.EndedGroup("complete", None, [0.0, 1.0])])
     assert delta("group_reward_std_bucket", le="0.0") == 1
     assert delta("group_reward_std_sum") == pytest.approx(0.5**0.5)
 
 
 def test_unknown_outcomes_are_other(delta: Delta) -> None:
     delta("groups_total", outcome="other")
-    metrics.group_ended("surprise")
+    metrics.groups_ended([metrics.EndedGroup("surprise")])
     assert delta("groups_total", outcome="other") == 1
     assert value("groups_total", outcome="surprise") is None
 
 
 def test_a_source_that_keeps_nothing_shows_zero() -> None:
-    metrics.group_ended("zero_variance", "keeps_nothing")
+    metrics.groups_ended([metrics.EndedGroup("zero_variance", "keeps_nothing")])
     assert value("groups_produced_total", data_source="keeps_nothing") == 1
     assert value("groups_kept_total", data_source="keeps_nothing") == 0
 
@@ -257,8 +257,8 @@ def test_a_group_dropped_at_naming_was_counted_before(delta: Delta) -> None:
     for name in ("groups_produced_total", "groups_kept_total"):
         delta(name, data_source="code")
     delta("groups_total", outcome="stale")
-    metrics.group_ended("partial", "code")
-    metrics.group_ended("stale", "code")
+    metrics.groups_ended([metrics.EndedGroup("partial", "code")])
+    metrics.groups_ended([metrics.EndedGroup("stale", "code")])
     assert delta("groups_total", outcome="stale") == 1
     assert delta("groups_produced_total", data_source="code") == 1
     assert delta("groups_kept_total", data_source="code") == 1
@@ -266,7 +266,7 @@ def test_a_group_dropped_at_naming_was_counted_before(delta: Delta) -> None:
 
 def test_the_number_of_data_sources_is_bounded() -> None:
     for i in range(instruments.MAX_DATA_SOURCES + 5):
-        metrics.group_ended("complete", f"bounded-{i}")
+        metrics.groups_ended([metrics.EndedGroup("complete", f"bounded-{i}")])
     assert value("groups_produced_total", data_source=f"bounded-{instruments.MAX_DATA_SOURCES - 1}") == 1
     assert value("groups_produced_total", data_source=f"bounded-{instruments.MAX_DATA_SOURCES}") is None
     assert (value("groups_produced_total", data_source="other") or 0) >= 5
@@ -292,7 +292,7 @@ def test_a_sample_counts_for_all_that_it_stands_for(delta: Delta) -> None:
 
 
 def test_signed_histograms_have_no_sum() -> None:
-    metrics.group_ended("complete", None, [-1.0])
+    metrics.groups_ended([metrics.EndedGroup("complete", None, [-1.0])])
     assert value("reward_sum") is None
     assert value("reward_count") is None
 

@@ -42,10 +42,8 @@ def computed(fake: Connection) -> Run:
 def log_of(run: Run, leads: bool = True) -> Collector:
     """As the rank of a session has it that knows all named batches."""
     batches = {k: NamedBatch(record) for k, record in read_records(run).items()}
-    progress = SimpleNamespace(fence=fence_of(run))
-    session: Any = SimpleNamespace(
-        run=run, leads=leads, batches=batches, progress=progress, has_same_servers=lambda: True
-    )
+    progress = SimpleNamespace(fence=fence_of(run), batches=batches)
+    session: Any = SimpleNamespace(run=run, leads=leads, progress=progress, has_same_servers=lambda: True)
     return Collector(session, Rank(0, 1, torch.device("cpu")), {})
 
 
@@ -103,7 +101,7 @@ def test_rank_0_removes_what_is_of_no_batch(computed: Run) -> None:
 def test_another_thread_may_commit_while_results_are_taken(computed: Run) -> None:
     ((k, record),) = read_records(computed).items()
     log = log_of(computed)
-    batches: dict[int, Any] = log.session.batches
+    batches: dict[int, Any] = log.session.progress.batches
 
     class Named:
         results: ClassVar[list[Any]] = []
