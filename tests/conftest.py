@@ -119,6 +119,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _waits_are_for_tests() -> Iterator[None]:
     """As all tests need them; one that needs others sets them for itself."""
+    from tests.support import CompilesOnce, scripting_mixin  # whose asserts are rewritten first
+
     with pytest.MonkeyPatch.context() as patch:
         # a consumer with nothing to read looks at its stop event ten times a second, not once
         patch.setattr(consumer, "BLOCK_MS", 100)
@@ -126,6 +128,8 @@ def _waits_are_for_tests() -> Iterator[None]:
         patch.setattr(housekeeping, "HOUSEKEEPING_SLICE_S", 3600.0)
         # after a restart of the server tests make the heartbeats themselves, or know that no producer is alive
         patch.setattr(leader, "SETTLE_S", 0.0)
+        # half of the time of a script on the in-process server
+        patch.setattr(scripting_mixin.LUA_MODULE, "LuaRuntime", CompilesOnce)
         yield
 
 
