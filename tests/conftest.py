@@ -119,6 +119,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _waits_are_for_tests() -> Iterator[None]:
     """As all tests need them; one that needs others sets them for itself."""
+    from tests.support import CompilesOnce, scripting_mixin  # whose asserts are rewritten first
+
     with pytest.MonkeyPatch.context() as patch:
         # a consumer with nothing to read looks at its stop event ten times a second, not once
         patch.setattr(consumer, "BLOCK_MS", 100)
@@ -126,14 +128,20 @@ def _waits_are_for_tests() -> Iterator[None]:
         patch.setattr(housekeeping, "HOUSEKEEPING_SLICE_S", 3600.0)
         # after a restart of the server tests make the heartbeats themselves, or know that no producer is alive
         patch.setattr(leader, "SETTLE_S", 0.0)
+        # half of the time of a script on the in-process server
+        patch.setattr(scripting_mixin.LUA_MODULE, "LuaRuntime", CompilesOnce)
         yield
 
 
 @pytest.fixture(autouse=True)
-def _nothing_goes_on_after_a_test() -> Iterator[None]:
-    """Heartbeats of trainers that nobody closed, and what was being read ahead, would run into later tests' patches."""
+def _nothing_is_left_of_a_test() -> Iterator[None]:
+    """One fixture for all of it: there are thousands of tests, and each fixture takes its time in all of them."""
     waiting._live.clear()  # waits that an earlier test left
+    root, hook = logging.getLogger(), sys.excepthook
+    handlers, level = root.handlers[:], root.level
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
+    # heartbeats of trainers that nobody closed, and what was being read ahead, would run into later tests' patches
     left = [thread for thread in threading.enumerate() if thread.name in ENDED]
     for thread in left:
         for given in getattr(thread, "_args", ()):
@@ -141,27 +149,16 @@ def _nothing_goes_on_after_a_test() -> Iterator[None]:
                 given.set()
     for thread in left:
         thread.join(30)
-
-
-@pytest.fixture(autouse=True)
-def _logging_stays_as_it_was() -> Iterator[None]:
-    """Commands that run in this process set logging up, and would write later tests' warnings to stderr."""
-    root, hook = logging.getLogger(), sys.excepthook
-    handlers, level = root.handlers[:], root.level
-    yield
+    # commands that run in this process set logging up, and would write later tests' warnings to stderr
     root.handlers[:] = handlers
-    root.setLevel(level)
+    if root.level != level:
+        root.setLevel(level)
     logging.captureWarnings(False)
     sys.excepthook = hook
-
-
-@pytest.fixture(autouse=True)
-def _signals_stay_as_they_were() -> Iterator[None]:
-    """`up`, run in this process, takes SIGINT and SIGTERM and keeps them."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    # `up`, run in this process, takes SIGINT and SIGTERM and keeps them
+    for number, handler in signals.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

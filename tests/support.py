@@ -12,12 +12,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from typing import Any, TypeVar
 
 import fakeredis
 import numpy as np
 import pytest
 import redis
+from fakeredis.commands_mixins import scripting_mixin
 
 from streamadv.advantage.compute import compute_safely
 from streamadv.advantage.prepare import prepare_or_discard
@@ -50,6 +52,17 @@ Forward = Callable[[float], None]
 T = TypeVar("T")
 
 CPU = choose_device("cpu")
+
+
+class CompilesOnce(scripting_mixin.LUA_MODULE.LuaRuntime):
+    """Lua of an in-process server, which otherwise compiles a script at every call: most of what a push takes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()  # which has read the options before
+        self._compiled = cache(self.compile)
+
+    def execute(self, code: bytes | str) -> Any:
+        return self._compiled(code)()
 
 
 class OneClient(Connection):

@@ -24,5 +24,5 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """What these packages warn of is theirs."""
     for item in items:
-        if HERE in item.path.parents:
+        if str(item.path).startswith(f"{HERE}{os.sep}"):
             item.add_marker(pytest.mark.filterwarnings("default"))

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def filled_in(expression: str) -> str:
     return expression
 
 
+@cache
 def expressions() -> dict[str, str]:
     """PromQL of every panel, annotation and rule, with Grafana's variables filled in."""
     found = {}

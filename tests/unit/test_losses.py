@@ -19,6 +19,7 @@ from streamadv.algorithms.kl import KL_PENALTIES
 from streamadv.errors import ArgumentError, OptionError
 from streamadv.losses import AGGREGATIONS
 from streamadv.trainer.microbatch import MicroBatch
+from tests.shares import examples
 
 LENGTHS = [5, 2, 7, 3, 6]
 COLUMNS = ("log_probs", "old_log_probs", "advantages", "weights")
@@ -204,7 +205,7 @@ def results_of(name: str, options: dict[str, Any], inputs: dict[str, Tensor]) ->
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(seed=st.integers(0, 2**32), garbage=st.sampled_from(GARBAGE), data=st.data())
 def test_masked_tokens_have_no_effect(
     name: str, options: dict[str, Any], seed: int, garbage: float, data: st.DataObject

@@ -31,6 +31,7 @@ from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
 from streamadv.status.seen import kept_entries
 from streamadv.store.keys import RUNS
+from tests.shares import examples
 from tests.support import (
     Run,
     group_all,
@@ -504,7 +505,7 @@ def test_kill_9_neither_loses_nor_doubles_a_rollout(redis_url: str, run: str, tm
     moments = random.Random(0)
     with producing(redis_url, run) as producer:
         archiver.start()
-        while killed < 6:
+        while killed < examples(8):
             before = joined.connection.scripts.hget(joined.home.keys.trainer, "archived")
             wanted = moments.randint(1, 40)
             for _ in range(wanted):

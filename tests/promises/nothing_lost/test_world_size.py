@@ -19,6 +19,7 @@ from streamadv.run.dead_letters import list_dead, purge, requeue, show_dead
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
+from tests.shares import examples
 from tests.support import (
     OneClient,
     delivered_batch,
@@ -267,7 +268,7 @@ def test_nothing_is_counted_for_a_rank_that_comes_after_the_commit(logged: Run) 
     assert problems(logged) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 @pytest.mark.slow
 def test_whatever_is_lost_between_restarts_what_is_trained_on_is_what_the_ledger_says(

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from streamadv.errors import NoBatchError
 from streamadv.store.connection import Connection
@@ -92,6 +90,10 @@ def test_a_plain_batch_under_another_default_device(fake: Connection) -> None:
 
 
 def test_a_late_column_may_be_a_distributed_tensor(fake: Connection) -> None:
+    # a second of processor time, which no other test of this process needs
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

@@ -103,7 +103,12 @@ def test_a_wait_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "words",
-    [["worker", "grouper"], ["worker", "advantage"], ["consume"], ["replay", os.devnull], ["demo"]],
+    [
+        ["worker", "grouper"],
+        ["consume"],
+        ["replay", os.devnull],
+        *(pytest.param(words, marks=pytest.mark.release) for words in (["worker", "advantage"], ["demo"])),
+    ],
     ids=" ".join,
 )
 @pytest.mark.processes

@@ -139,8 +139,15 @@ def packed(z: Rows, with_baselines: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", VERL)
-@pytest.mark.parametrize("kl", [None, KL])
-@pytest.mark.parametrize("correction", [None, CORRECTION])
+@pytest.mark.parametrize(
+    ("kl", "correction"),
+    [
+        (None, None),
+        (KL, CORRECTION),
+        pytest.param(KL, None, marks=pytest.mark.release),
+        pytest.param(None, CORRECTION, marks=pytest.mark.release),
+    ],
+)
 def test_verl(name: str, kl: Any, correction: Any) -> None:
     for seed in range(12):
         z = drawn(seed)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from streamadv.demo.picture import draw
 from streamadv.demo.progress import Kill, Progress
 from streamadv.demo.settings import DemoSettings
 from streamadv.demo.view import View, line, sparkline, summary
@@ -127,5 +126,7 @@ def test_sparkline() -> None:
 
 
 def test_picture_is_a_png(progress: Progress, tmp_path: Path) -> None:
+    from streamadv.demo.picture import draw  # which brings matplotlib
+
     draw(progress, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

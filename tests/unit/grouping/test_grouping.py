@@ -20,6 +20,7 @@ from streamadv.run.manifest import RunSettings
 from streamadv.run.packets import parse_members
 from streamadv.store.connection import Connection
 from streamadv.trajectory.schema import Trajectory
+from tests.shares import examples
 from tests.support import (
     OneClient,
     batches_read,
@@ -575,7 +576,7 @@ def random_step(draw: random.Random, slots: int) -> tuple[Any, ...]:
     return step
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     seed=st.integers(0, 2**32), minimum=st.sampled_from([None, 1]), slots=st.sampled_from([SIZE, SIZE + 1])
 )

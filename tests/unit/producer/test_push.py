@@ -21,6 +21,7 @@ from streamadv.store.scripts import run_transaction
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.payload import payloads_of
 from streamadv.trajectory.schema import MAX_REWARDS
+from tests.shares import examples
 from tests.support import (
     OneClient,
     delivered_batch,
@@ -296,7 +297,7 @@ def test_a_large_group_is_pushed_in_slices(fake: Connection, monkeypatch: pytest
     assert problems(join(fake, "r")) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(dedupe=st.integers(1, 4), total=st.integers(1, 12))
 def test_the_last_groups_are_remembered(dedupe: int, total: int) -> None:
     fake = OneClient()
