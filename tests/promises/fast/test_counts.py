@@ -54,9 +54,9 @@ class Cost(NamedTuple):
 
 #: Per trajectory, in groups of 8 pushed whole and batches of 16 groups.
 BOUNDS = {
-    "grpo": Cost(6.3, 0.645, 668, 604),
-    "grpo+kl": Cost(6.43, 0.65, 690, 609),
-    "gae+kl": Cost(6.45, 0.66, 690, 603),
+    "grpo": Cost(6.3, 0.653, 668, 604),
+    "grpo+kl": Cost(6.43, 0.66, 690, 609),
+    "gae+kl": Cost(6.45, 0.668, 690, 603),
 }
 #: Of each further trajectory in a packet. A call of a script takes a bounded number of them, so a few calls more.
 FURTHER = {"grpo": Cost(0.04, 0.01, 205, 315), "gae+kl": Cost(0.04, 0.01, 205, 315)}
