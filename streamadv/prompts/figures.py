@@ -60,7 +60,8 @@ End: TypeAlias = tuple[Tried, str, str]
 def ends_of(prompts: PromptSet, text: str) -> Iterator[End]:
     """How tries of these prompts have ended, from lines of `prompt_ends`; what no process of the run has written is
     left out."""
-    for *group, outcome, figures in END.findall(text):
+    for match in END.finditer(text):
+        *group, outcome, figures = match.groups()
         if (tried := prompts.tried(*group)) is not None:
             yield tried, outcome, figures
 

@@ -2,8 +2,8 @@
 
 python -m tests.promises.prompts.cost [--rounds 25] [--prompts 1000000] [--skip-solved 0]
 
-Producer, grouper, worker and trainer are in one process, so its processor time is theirs. Both kinds of group take
-turns, each as often first as the other. Of each part the medians of all rounds stand, and that of what prompts take
+Producer, grouper and trainer are in one thread, so its processor time is theirs. The advantage worker, which knows
+nothing of prompts, has a thread of its own, and is left out. Both kinds of group take turns, each as often first as the other. Of each part the medians of all rounds stand, and that of what prompts take
 more than the groups beside them. `commit` has what carries the ends of the prompts; `save` comes once a checkpoint.
 """
 
@@ -43,7 +43,7 @@ class Clock:
 
     def _read(self) -> tuple[float, float]:
         server: Any = self._connection.scripts.info("cpu")
-        return time.process_time(), server["used_cpu_user"] + server["used_cpu_sys"]
+        return time.thread_time(), server["used_cpu_user"] + server["used_cpu_sys"]
 
     def start(self) -> None:
         gc.collect()
