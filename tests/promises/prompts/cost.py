@@ -3,8 +3,9 @@
 python -m tests.promises.prompts.cost [--rounds 25] [--prompts 1000000] [--skip-solved 0]
 
 Producer, grouper and trainer are in one thread, so its processor time is theirs. The advantage worker, which knows
-nothing of prompts, has a thread of its own, and is left out. Both kinds of group take turns, each as often first as the other. Of each part the medians of all rounds stand, and that of what prompts take
-more than the groups beside them. `commit` has what carries the ends of the prompts; `save` comes once a checkpoint.
+nothing of prompts, has a thread of its own, and is left out. Both kinds of group take turns, each as often first as
+the other. Of each part the medians of all rounds stand, and that of what prompts take more than the groups beside them.
+`commit` has what carries the ends of the prompts; `save` comes once a checkpoint.
 """
 
 from __future__ import annotations
