@@ -187,10 +187,9 @@ class Collector:
                         self._results[result.batch].append(result)
                     elif not BATCH_ID.fullmatch(result.batch):
                         raise WireError(f"batch {brief(result.batch)} is none of this run")
-                    elif (
-                        session.has_same_servers()
-                    ):  # else the next session decides: the batch may have been lost
+                    elif session.has_same_servers():
                         # Published while the batch was committed or undone, after that had looked for results.
+                        # On another server the next session decides: it may have lost the batch.
                         recovery.undo_in_shard(run, shard, result.batch, session.progress.fence)
                 except WireError as error:
                     if session.leads and session.has_same_servers():
