@@ -1,6 +1,6 @@
-"""The chain over one work item: pure functions from fetched columns to results.
+"""The chain over one work item, and over its groups one by one where it fails.
 
-The same item gives the same bits on any worker.
+`compute` is a pure function from fetched columns to results: the same item gives the same bits on any worker.
 
 One bad group must neither stop the stage nor take the other groups of its batch with it. A work item that failed, or
 that ended the process of an earlier worker, is computed group by group. The computation is deterministic, so an

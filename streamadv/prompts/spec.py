@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from numbers import Real
 from typing import Any, Final, NamedTuple, TypeGuard
@@ -230,6 +231,8 @@ class PromptSet:
 # The order of the prompts of a source in an epoch: a pure function of seed, epoch and place. Nothing is stored.
 
 ROUNDS: Final = 4
+#: Rounds of so many bits are looked up: up to 16 million prompts of a source, 8 kB a round.
+TABLE_BITS: Final = 12
 _WORD: Final = (1 << 64) - 1
 
 
@@ -237,11 +240,11 @@ def index_at(length: int, seed: int | None, epoch: int, place: int) -> int:
     """Which of `length` prompts comes at a place (from 0) of the epoch. seed: None = in order."""
     if seed is None:
         return place
-    bits, mask, keys = _network(length, seed, epoch)
+    bits, mask, rounds = _network(length, seed, epoch)
     while True:  # a permutation of a power of 4, repeated until the value is inside (cycle walking)
         left, right = place >> bits, place & mask
-        for key in keys:  # a Feistel network, which any round function makes a permutation
-            left, right = right, left ^ (_round(right, key) & mask)
+        for mixed in rounds:  # a Feistel network, which any round function makes a permutation
+            left, right = right, left ^ mixed(right)
         place = left << bits | right
         if place < length:
             return place
@@ -251,28 +254,31 @@ def place_of(length: int, seed: int | None, epoch: int, index: int) -> int:
     """Where a prompt comes in the epoch: the inverse of `index_at`."""
     if seed is None:
         return index
-    bits, mask, keys = _network(length, seed, epoch)
+    bits, mask, rounds = _network(length, seed, epoch)
     while True:
         right, left = index >> bits, index & mask
-        for key in keys[::-1]:
-            left, right = right, left ^ (_round(right, key) & mask)
+        for mixed in rounds[::-1]:
+            left, right = right, left ^ mixed(right)
         index = right << bits | left
         if index < length:
             return index
 
 
 @lru_cache(64)
-def _network(length: int, seed: int, epoch: int) -> tuple[int, int, list[int]]:
-    """Bits of each half of the smallest power of 4 that has so many, the mask of a half, and the keys of the rounds."""
+def _network(length: int, seed: int, epoch: int) -> tuple[int, int, list[Callable[[int], int]]]:
+    """Bits of each half of the smallest power of 4 that has so many, the mask of a half, and the rounds' functions."""
     bits = (max(1, (length - 1).bit_length()) + 1) // 2
+    mask = (1 << bits) - 1
     keys = [_mix(_mix(_mix(seed & _WORD) + epoch) + number) for number in range(ROUNDS)]
-    return bits, (1 << bits) - 1, keys
+    rounds: list[Callable[[int], int]] = [partial(_round, key, mask) for key in keys]
+    if bits <= TABLE_BITS:
+        rounds = [array("H", map(mixed, range(mask + 1))).__getitem__ for mixed in rounds]
+    return bits, mask, rounds
 
 
-@lru_cache(16384)  # all that 10^7 prompts need in an epoch
-def _round(half: int, key: int) -> int:
+def _round(key: int, mask: int, half: int) -> int:
     word = (half + key) * 0xBF58476D1CE4E5B9 & _WORD
-    return (word ^ word >> 32) * 0x94D049BB133111EB >> 40
+    return (word ^ word >> 32) * 0x94D049BB133111EB >> 40 & mask
 
 
 def _mix(word: int) -> int:
