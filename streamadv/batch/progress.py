@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from .. import clock, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer
-from ..prompts.spec import PREFIX, identity
+from ..prompts.spec import identity
 from .commit import CommitArguments, StoredResult
 from .record import BatchRecord, Death, Running
 
@@ -119,6 +119,7 @@ class Progress:
         #: What the run had of its prompts at the last checkpoint, by name: see `prompts.py`.
         self.prompts: dict[str, Any] = {}
         self.groups_saved: list[str] = []  # as `groups` was then
+        self.has_prompts = False  # whether some are in the weights, of which `groups` may have forgotten all
         self.is_set_back = False  # to a checkpoint older than what the run had committed
 
     @property
@@ -144,11 +145,6 @@ class Progress:
         return [self.tries.get(each, each) for each in known]
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether it has trained on groups of prompts."""
-        return bool(self.prompts) or any(group_id.startswith(PREFIX) for group_id in self.groups)
-
-    @property
     def has_delivered(self) -> bool:
         """Whether the training loop has got a batch since this rank began, or last loaded a checkpoint."""
         return self.delivered > (self.began or 0)
@@ -162,7 +158,7 @@ class Progress:
         self.kl = state.get("kl")
         self.running, self.knows_running = state.get("running"), "running" in state
         self.weights, self.finished = str(state.get("weights", "")), False
-        self.restored = int(state["version"])
+        self.restored, self.has_prompts = int(state["version"]), "prompts" in state
         self.begin(self.restored)
         self.branch = 0
         self._returning = dict.fromkeys(map(self._known_as, state["groups"]), clock.now())
@@ -267,7 +263,7 @@ class Progress:
     def _known_as(self, group_id: str) -> str:
         known = identity(group_id)
         if known != group_id:
-            self.tries[known] = group_id
+            self.tries[known], self.has_prompts = group_id, True
         return known
 
     def servers_confirmed(self, asked: float, caught_up: bool) -> None:

@@ -203,6 +203,31 @@ def test_another_try_of_a_trained_prompt_is_dropped(
         assert not problems(joined)
 
 
+def test_a_checkpoint_has_prompts_that_were_committed_long_before_it(redis_url: str, run: str) -> None:
+    """Their groups are forgotten by then: no server can lose their commit any more."""
+
+    def train_and_forget(queue: TrainerQueue) -> Any:
+        train(queue, joined, 1)
+        for _ in range(2):  # it commits, then servers say that they cannot lose this
+            with pytest.raises(NoBatchError):
+                queue.next_batch(timeout=0)
+        state = json.loads(json.dumps(queue.state_dict()))
+        assert not state["groups"]
+        return state
+
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = join(redis_url, run), producer.prompts(prompts(epochs=1), SIZE)
+        before = play(groups, 2)
+        with queue_of(redis_url, run, commit="each_batch", durability_window=0.0) as queue:
+            older = train_and_forget(queue)
+            play(groups, 2)
+            train_and_forget(queue)
+        with queue_of(redis_url, run, commit="each_batch") as queue:
+            queue.load_state_dict(older)
+            assert stored(joined).counters == {"trained 1 0": 2}
+            assert not {identity(group) for group in play(groups, 3)}.intersection(map(identity, before))
+
+
 def test_what_was_trained_is_remembered_from_its_deletion_on(
     redis_url: str, run: str, forward: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
