@@ -92,18 +92,19 @@ class PackedBatch:
         is_built, steps = self.layout == BUILT, self.steps
         if not is_built:  # else whoever has built it knows
             _check_shapes(self)
-        # On a device, to read a narrowed mask would make the host wait.
-        mask = self.columns.get("response_mask") if self.rewards.device.type == "cpu" else None
+        mask = self.columns.get("response_mask")
         indices = (self.cu_seqlens, self.row_trajectory, self.trajectory_group)
         spans = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
-        layout = (*indices, *spans, steps.num_tokens, self.num_tokens, self.num_groups, mask)
+        # On a device, to read a narrowed mask would make the host wait.
+        once = mask if self.rewards.device.type == "cpu" else None
+        layout = (*indices, *spans, steps.num_tokens, self.num_tokens, self.num_groups, once)
         # The host waits for a device here, so `packing` checks on the host and passes `BUILT` on.
         if not is_built and not self.rewards.is_meta:
             checked = self.layout or (object(),) * len(layout)
             if any(now is not before for now, before in zip(layout[:-1], checked[:-1], strict=True)):
                 _check_indices(self)
                 _check_spans(self)
-            if mask is not None and mask is not checked[-1]:
+            if mask is not None and layout[-1] is not checked[-1]:
                 _check_mask(mask)
         object.__setattr__(self, "layout", layout)
 

@@ -136,8 +136,6 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
         looked_at, *flat = shard.call("expire", args, group_hashes=map(shard.keys.group, ids))
         ended += note_ended(run, since, flat).items()
         ids = ids[looked_at:]
-    if any(group_id.startswith(PREFIX) for group_id, _ in ended):
-        carry_ends(run)  # before a shard forgets the first ones
     return ended
 
 
@@ -201,7 +199,7 @@ def note_ended(
     ids: Sequence[str] | None = None,
     whole: Sequence[Sequence[float]] = (),
 ) -> dict[str, str]:
-    """Metrics and spans of groups that a script has ended. Returns their outcomes, by id.
+    """Metrics and spans of groups that a script has ended; those of prompts are carried. Returns outcomes, by id.
 
     Args:
       since: when the script was prepared, as `tracing.now`.
@@ -223,6 +221,8 @@ def note_ended(
     tracing.record(
         tracing.GROUP, run.name, outcomes if ids is None else ids, since, outcomes=outcomes, failed=failed
     )
+    if any(group_id.startswith(PREFIX) for group_id in failed):
+        carry_ends(run)  # before a shard forgets the first ones
     return outcomes
 
 

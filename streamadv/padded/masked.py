@@ -41,7 +41,7 @@ def masked_var(values: AnyShape, mask: AnyMask, unbiased: bool = True) -> Tensor
 
 @checked
 def masked_whiten(values: Tokens, mask: Mask, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) at every position, statistics over the mask; see `whitening.whiten`."""
+    """(x - mean) / sqrt(var + 1e-8) at every position, statistics over the mask; see `segments.whiten`."""
     flat = torch.where((mask != 0) | (values.abs() <= GREATEST), values, 0.0).reshape(-1)
     return whiten(flat, padded_tokens(mask), shift_mean, everywhere=True).view(values.shape)
 

@@ -146,10 +146,10 @@ class AsyncProducer(
         """As `Producer._drive`."""
         membership = self._logic.membership
         check_open = membership.check_leaving if leaves else membership.check_open
-        check_open()
-        self._under_way += 1
         requests = attempts(steps, check_open, membership.run, patient=patient)
         reply: Any = None
+        check_open()
+        self._under_way += 1
         try:
             while True:
                 try:

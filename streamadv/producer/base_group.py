@@ -71,7 +71,8 @@ class Slots:
         if not isinstance(ticket, Ticket):
             raise TrajectoryError(f"ticket is {brief(ticket)}, needs a Ticket: Ticket.from_json reads one")
         ticket.hand_out()
-        return cls(logic, checked_ticket(ticket), [ticket.rollout_index])
+        checked = checked_ticket(ticket)
+        return cls(logic, checked, [checked.rollout_index])
 
     @cached_property
     def tickets(self) -> list[Ticket]:

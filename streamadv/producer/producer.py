@@ -242,13 +242,14 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         """
         membership = self._logic.membership
         check_open = membership.check_leaving if leaves else membership.check_open
-        with self._calls:
-            check_open()
-            self._under_way += 1
-            if self._heart is not None and not self._heart.is_alive():
-                self._keep_heart()
         requests = attempts(steps, check_open, membership.run, patient=patient)
         reply: Any = None
+        with self._calls:
+            check_open()
+            heart = self._heart  # `close` may set it to None meanwhile
+            if heart is not None and not heart.is_alive():
+                self._keep_heart()
+            self._under_way += 1
         try:
             while True:
                 try:

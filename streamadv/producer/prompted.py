@@ -183,6 +183,7 @@ class PromptedGroups:
             if state == b"unknown":
                 yield from describe(self._home, self._prompts.set)
             elif state in (b"leased", b"again"):
+                self._wait.over()
                 entry = as_text(reply[1])
                 self._leases += tuple(Lease(as_text(item), entry) for item in reply[2:])
                 if self._prompts.set.skip_solved and state == b"leased":
@@ -198,7 +199,6 @@ class PromptedGroups:
                 return ()
             else:
                 yield from self._pause(as_count(reply[1]) if state == b"wait" else 0)
-        self._wait.over()
         return leases
 
     def _call(self) -> GroupCall:

@@ -165,8 +165,7 @@ class Consumer:
         with self._lock:
             in_hand, self._in_hand = set(self._in_hand), {}
         self._claim(in_hand, NOBODY)
-        with suppress(*RETRYABLE):  # else it is forgotten after a while
-            self.retire(leaves=True)
+        self.retire(leaves=True)
 
     def release(self, entries: Sequence[Entry]) -> None:
         """Let others take these at once: this process can do nothing with them."""
@@ -201,7 +200,8 @@ class Consumer:
         """Forget consumers that are gone and have nothing pending; and this one if it leaves."""
         args = [self.stage, RETIRE_AFTER_MS, self.name, "1" if leaves else ""]
         for cursor in self._cursors:
-            cursor.shard.call("retire", args, stream=cursor.stream)
+            with suppress(*(RETRYABLE if leaves else ())):  # else it is forgotten after a while
+                cursor.shard.call("retire", args, stream=cursor.stream)
 
     def _claim(self, in_hand: set[tuple[int, str]], owner: str) -> None:
         """Have `owner` take entries: one more delivery, which others see. While the server is away, leases go on."""

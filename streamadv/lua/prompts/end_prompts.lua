@@ -18,7 +18,9 @@ local IN_WEIGHTS = {trained = true, repeated = true}  -- one try: no other one i
 local NO_FAULT = {rolled_back = true}  -- of the prompt: it is played again as often as this happens
 local retries, cursor, skip_solved = tonumber(ARGV[1]), 'cursor:' .. ARGV[2], tonumber(ARGV[6])
 if ARGV[5] == 'check' then
-  local known = redis.call('HGET', keys.prompt_state, cursor) or '0-0'
+  local known = redis.call('HGET', keys.prompt_state, cursor) or ''
+  local ms, number = string.match(known, '^(%d+)%-(%d+)$')
+  if not ms or #ms > 19 or #number > 19 then known = '0-0' end  -- no process of the run has written it
   if known ~= ARGV[3] then return known end
 end
 if ARGV[4] ~= ARGV[3] then redis.call('HSET', keys.prompt_state, cursor, ARGV[4]) end
@@ -66,7 +68,8 @@ end
 local function give_up(it)
   finish(it, 'given_up:' .. it.of.outcome)
   note_result(it, false)
-  local order = redis.call('HINCRBY', keys.prompt_state, 'given_up', 1)
+  local order = number_of('given_up') + 1
+  redis.call('HSET', keys.prompt_state, 'given_up', whole(order))
   redis.call('ZADD', keys.prompt_given_up, whole(order), it.item .. ' ' .. whole(it.of.try) .. ' ' .. it.of.outcome)
   if redis.call('ZCARD', keys.prompt_given_up) > GIVEN_UP_KEPT then
     redis.call('ZREM', keys.prompt_given_up, redis.call('ZRANGE', keys.prompt_given_up, 0, 0)[1])
@@ -130,5 +133,5 @@ for _, item in ipairs(items) do
 end
 if #put_in > 0 then redis.call('HSET', keys.prompt_entries, unpack(put_in)) end
 if #gone > 0 then redis.call('HDEL', keys.prompt_entries, unpack(gone)) end
-for counter, number in pairs(counts) do redis.call('HINCRBY', keys.prompt_state, counter, whole(number)) end
+for counter, number in pairs(counts) do redis.pcall('HINCRBY', keys.prompt_state, counter, whole(number)) end
 return ARGV[4]

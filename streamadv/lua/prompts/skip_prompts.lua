@@ -17,7 +17,7 @@ for i = 2, #ARGV, 4 do
   skipped[#skipped + 1] = is_leased and not is_solved and 0 or 1
   if is_leased and is_solved then
     redis.call('HDEL', keys.prompt_entries, item)
-    redis.call('HINCRBY', keys.prompt_state, 'skipped ' .. source .. ' ' .. ARGV[i + 2], 1)
+    redis.pcall('HINCRBY', keys.prompt_state, 'skipped ' .. source .. ' ' .. ARGV[i + 2], 1)
   end
 end
 return skipped

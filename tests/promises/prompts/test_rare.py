@@ -125,6 +125,31 @@ def test_solved_prompts_that_are_set_back_are_played(redis_url: str, run: str) -
         assert item.decode() in stored(joined).entries
 
 
+@pytest.mark.slow
+def test_ends_of_many_groups_that_groupers_take_at_once_are_carried(redis_url: str, run: str) -> None:
+    count = 5000
+    with producing(redis_url, run, {"max_trajectory_bytes": 4096}) as producer:
+        joined = join(redis_url, run)
+        for _, group in itertools.islice(producer.prompts(sa.Prompts(range(count), shuffle=None), 1), count):
+            group.cancel(1)
+        group_all(joined)
+        assert stored(joined).counters == {"again:incomplete 1 0": count}
+
+
+@pytest.mark.parametrize("field", ["cursor:0", "again:incomplete 1 0", "given_up"])
+@pytest.mark.parametrize("value", ["abc", str(2**63 - 1), "99999999999999999999-1"])
+def test_what_a_producer_may_write_stops_no_grouper(redis_url: str, run: str, field: str, value: str) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined = join(redis_url, run)
+        _, group = next(
+            producer.prompts(sa.Prompts(range(5), shuffle=None, retries=int(field != "given_up")), 1)
+        )
+        joined.connection.scripts.hset(joined.keys.home.prompt_state("train"), field, value)
+        group.cancel(1)
+        group_all(joined)
+        assert len(stored(joined).of("-")) == (0 if field == "given_up" else 1)
+
+
 # The end, and what holds all others up
 
 
