@@ -119,6 +119,11 @@ class RunPrompts:
         return is_left
 
     @property
+    def left(self) -> int:
+        """How many had not ended at the last look."""
+        return sum(stored.unbegun + len(stored.entries) for stored in self._seen)
+
+    @property
     def have_begun(self) -> bool:
         """Whether some were begun and had not ended at the last look."""
         return any(stored.entries for stored in self._seen)

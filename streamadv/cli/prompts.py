@@ -11,7 +11,7 @@ from ..errors import StreamadvError
 from ..messages import printable
 from ..prompts.figures import TriesSeen, by_prompt, by_source
 from ..prompts.stored import read, read_sets
-from ..status.prompts import SourceProgress, read_ends, read_lines, read_progress
+from ..status.prompts import AGAIN, IN_PLAY, SourceProgress, read_ends, read_lines, read_progress
 from ..units import counted, seconds_text
 from . import add_one_shot_options, joined
 
@@ -77,14 +77,13 @@ def show(arguments: argparse.Namespace) -> None:
         return
     print("\n".join(printable(line_of(line)) for line in progress))
     if lines:
-        print("begun and not ended, or given up (`again`: it waits to be played again):")
+        print("begun and not ended (`again`: it waits to be played again), or given up:")
     for line in lines:
         source = f"{line.source} " if line.source else ""
         tries = counted(line.tries, "try", "tries")
+        state = line.state if line.state in (IN_PLAY, AGAIN) else f"given up ({line.state})"
         print(
-            printable(
-                f"  {source}{line.index}, epoch {line.epoch + 1}: {line.state}, {tries} ({line.group_id})"
-            )
+            printable(f"  {source}{line.index}, epoch {line.epoch + 1}: {state}, {tries} ({line.group_id})")
         )
     if seen:
         print("what the last groups have shown, over all epochs:")

@@ -276,7 +276,10 @@ WARN_RATIO: Final = 0.2
 WINDOW: Final = 20
 MIN_GROUPS: Final = 5
 JUDGE_AFTER_S: Final = 30.0
-REMEDY: Final = "set partial_min_usable to train on short groups, or redundancy to have rollouts to spare"
+REMEDY: Final = (
+    "play failed rollouts again by group.run(..., retries=), set partial_min_usable to train on short groups, or "
+    "redundancy to have rollouts to spare"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ..store.replies import as_text
 GIVEN_UP_SHOWN: Final = 1000
 TRAINED: Final = "trained"
 AGAIN: Final = "again"
+IN_PLAY: Final = "in play"
 #: How a prompt ends, as counters are named.
 ENDED: Final = (TRAINED, "filtered", "given_up", "skipped")
 #: Ends of groups in a shard, the last ones, that the time to the end is reckoned from; fewer than LEAST tell nothing.
@@ -186,7 +187,7 @@ def read_lines(run: Run, stored: Stored) -> list[PromptLine]:
             lines.append(_line(stored, item, int(tried), stored.prompts.retries, " ".join(outcome)))
     for item, entry in sorted(stored.entries.items(), key=lambda each: list(map(int, each[0].split()))):
         tried, failures, nonce = entry.split(" ")[:3]
-        state = "again" if nonce == NOBODY else "in play"
+        state = AGAIN if nonce == NOBODY else IN_PLAY
         lines.append(_line(stored, item, int(tried), int(failures), state))
     return lines
 

@@ -26,6 +26,7 @@ from ..status.watchdog import Limits, Watchdog, why_no_batch
 from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage, T
 from ..store.waiting import Blocked, Wait
+from ..units import counted
 from .collect import STAGE, Collector
 from .late_columns import LateColumn
 from .microbatch import Batch
@@ -144,7 +145,7 @@ class Loop:
                 leader.publish_end(self._progress.ends + 1)
             self._progress.ends += 1
             if not self._progress.has_delivered:
-                self._end_without_batch(lost)
+                self._end_without_batch(lost, 0 if leader is None else leader.prompts.left)
             return None, None
         return batch, collector
 
@@ -192,17 +193,21 @@ class Loop:
                 if not collector.exclude(error):
                     return None
 
-    def _end_without_batch(self, lost: str | None) -> None:
+    def _end_without_batch(self, lost: str | None, prompts_left: int) -> None:
         """lost: what became of all that was pushed. Raises StarvedError if that is why the run was never trained."""
         version, run = self._progress.version, self._sessions.run_name
         if lost:
             raise StarvedError(f"run {run} has ended at version 0 and nothing was trained: {lost}")
         if self._sessions.rank.number == 0:
+            remedy = "start producers, or give another run="
+            if prompts_left:  # they may have been set back to the checkpoint just now
+                remedy = f"{counted(prompts_left, 'prompt')} have not ended: start their producers, then the trainer"
             logger.warning(
                 "run %s has ended at version %d before a batch came: its producers have finished and no group is left; "
-                "start producers, or give another run=",
+                "%s",
                 run,
                 version,
+                remedy,
                 extra=log_fields("ended_without_batch", run=run, role=STAGE),
             )
 

@@ -45,6 +45,11 @@ def queue_of(url: str, name: str, **options: Any) -> Iterator[TrainerQueue]:
         yield queue
 
 
+def copy_of(queue: TrainerQueue) -> Any:
+    """A checkpoint, as one that was saved and read."""
+    return json.loads(json.dumps(queue.state_dict()))
+
+
 def train(queue: TrainerQueue, run: Run, batches: int) -> list[str]:
     """Train so many batches; their groups."""
     trained = []
@@ -147,7 +152,7 @@ def test_commands_say_how_far_it_is(redis_url: str, run: str, capsys: pytest.Cap
         assert cli.main(["prompts", "show", *options]) == 0
         assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("  ")] == [
             text,
-            "begun and not ended, or given up (`again`: it waits to be played again):",
+            "begun and not ended (`again`: it waits to be played again), or given up:",
             "what the last groups have shown, over all epochs:",
         ]
         assert cli.main(["prompts", "show", "other", *options]) == 1
@@ -211,7 +216,7 @@ def test_a_checkpoint_has_prompts_that_were_committed_long_before_it(redis_url: 
         for _ in range(2):  # it commits, then servers say that they cannot lose this
             with pytest.raises(NoBatchError):
                 queue.next_batch(timeout=0)
-        state = json.loads(json.dumps(queue.state_dict()))
+        state = copy_of(queue)
         assert not state["groups"]
         return state
 
@@ -226,6 +231,24 @@ def test_a_checkpoint_has_prompts_that_were_committed_long_before_it(redis_url: 
             queue.load_state_dict(older)
             assert stored(joined).counters == {"trained 1 0": 2}
             assert not {identity(group) for group in play(groups, 3)}.intersection(map(identity, before))
+
+
+def test_a_trainer_that_goes_back_after_all_producers_have_left_says_that_prompts_are_left(
+    redis_url: str, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = join(redis_url, run), producer.prompts(sa.Prompts(range(4), shuffle=None), SIZE)
+        with queue_of(redis_url, run) as queue:
+            older = copy_of(queue)
+            for _ in range(2):
+                play(groups, 2)
+                train(queue, joined, 1)
+                queue.commit(queue.state_dict())
+        assert next(groups, None) is None
+    with queue_of(redis_url, run) as queue:
+        queue.load_state_dict(older)
+        assert next_batch(queue, joined) is None
+    assert "4 prompts have not ended: start their producers, then the trainer" in caplog.text
 
 
 def test_what_was_trained_is_remembered_from_its_deletion_on(

@@ -28,14 +28,9 @@ from streamadv.store.scripts import run_script
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import group_all, join, make_overdue, producing
 
-from .test_back import CHAIN, play, queue_of, train, trained_of
+from .test_back import CHAIN, copy_of, play, queue_of, train, trained_of
 from .test_once import SIZE, prompts, record, stored
 from .test_requeued import kill_logged
-
-
-def copy_of(queue: TrainerQueue) -> Any:
-    """A checkpoint, as one that was saved and read."""
-    return json.loads(json.dumps(queue.state_dict()))
 
 
 def seen_of(run: Run, source: str = "") -> TriesSeen:
