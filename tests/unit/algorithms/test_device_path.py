@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from streamadv.algorithms.registry import get_estimator
 from streamadv.algorithms.rewards import credited_rewards, row_rewards
 from streamadv.algorithms.scan import turn_mean, turn_returns
 from streamadv.algorithms.segments import tokens_where, whiten
+from streamadv.errors import ArgumentError
 from streamadv.grouping.layout import Layout
 from streamadv.padded.layout import padded_tokens
 from tests.shares import examples
@@ -62,6 +63,30 @@ def on_meta(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{field.name: on_meta(getattr(value, field.name)) for field in fields(value)})
     return {name: on_meta(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor of this host that says it is on a device."""
+
+    device = torch.device("cuda")
+
+
+def elsewhere(value: Any) -> Any:
+    """The same structure with such tensors, to be checked anew."""
+    if isinstance(value, torch.Tensor):
+        return value.as_subclass(_Elsewhere)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in fields(value) if field.name != "layout")
+        return type(value)(**{name: elsewhere(getattr(value, name)) for name in names})
+    return {name: elsewhere(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def test_a_mask_is_checked_once_on_a_device_too() -> None:
+    batch: PackedBatch = elsewhere(batch_of(random_pairs(3, 3)))
+    twos = batch.columns["response_mask"] * 2
+    batch.with_columns(response_mask=twos)  # a narrowed one: to read it would make the host wait
+    with pytest.raises(ArgumentError, match="holds values other than 0 and 1"):
+        replace(batch, layout=None, columns={**batch.columns, "response_mask": twos})
 
 
 @pytest.mark.parametrize("name", CHAINS)

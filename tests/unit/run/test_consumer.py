@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+import redis
 from redis.exceptions import MasterDownError, MovedError, ReadOnlyError, ResponseError
 
 from streamadv.run import Run, Shard
@@ -125,6 +126,27 @@ def test_consumers_that_are_gone_are_forgotten_but_never_with_work_pending(
     me.retire()
     left: Any = fake.scripts.xinfo_consumers(keys.rollouts, GROUPER)
     assert {consumer["name"] for consumer in left} == {b"holder", b"me"}
+
+
+def test_one_that_leaves_is_forgotten_by_each_shard_that_answers(
+    fake: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = pushed_run(fake, "r", 20, size=1, settings={"shards": 3})
+    leaving, call = consumer_of(run, name="leaving"), Shard.call
+    read_all(leaving, 10)
+
+    def first_is_away(shard: Shard, script: str, *args: Any, **keys: Any) -> Any:
+        if script == "retire" and shard.index == 0:
+            raise redis.exceptions.ConnectionError("away")
+        return call(shard, script, *args, **keys)
+
+    monkeypatch.setattr(Shard, "call", first_is_away)
+    leaving.give_back()
+    named = [
+        {each["name"] for each in fake.scripts.xinfo_consumers(shard.keys.rollouts, GROUPER)}  # type: ignore[union-attr]
+        for shard in run.shards
+    ]
+    assert [b"leaving" in names for names in named] == [True, False, False]
 
 
 @pytest.mark.parametrize("stage", [GROUPER, ADVANTAGE, "judge"])
