@@ -333,6 +333,8 @@ class Leader(Session):
         if not is_over(self.run, self._attendance):
             return False
         self.prompts.look()  # before anybody is asked for the last time whether more can come
+        if self.prompts.await_producer(self._attendance):
+            return False
         if self.prompts.have_begun and not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.

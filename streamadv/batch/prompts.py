@@ -110,7 +110,8 @@ class RunPrompts:
                 stored, [item for item, group in groups.items() if progress.has_committed(group)], TRAINED
             )
             unknown = {item for item, group in groups.items() if group not in known}
-            is_left = is_left or (bool(unknown) and attendance.has_loop(stored.prompts.name))
+            has_player = stored.is_back or attendance.has_loop(stored.prompts.name)
+            is_left = is_left or (bool(unknown) and has_player)
             gone = unknown.intersection(stored.of(GONE))
             self._end(stored, sorted(gone), LOST)
             if held := sorted(unknown - gone - set(stored.of(NOBODY))):
@@ -131,6 +132,13 @@ class RunPrompts:
     def will_begin(self, attendance: Attendance) -> bool:
         """Whether some were not begun at the last look, and somebody loops over them, who may wait for a batch."""
         return any(stored.unbegun and attendance.has_loop(stored.prompts.name) for stored in self._seen)
+
+    def await_producer(self, attendance: Attendance) -> bool:
+        """Whether some were set back that were not begun at the last look, and nobody has come to play them."""
+        return any(
+            stored.unbegun and stored.is_back and not attendance.has_loop(stored.prompts.name)
+            for stored in self._seen
+        )
 
     def _end(self, stored: Stored, items: list[str], outcome: str) -> None:
         """End prompts of which the server has lost that their groups have ended, and how."""

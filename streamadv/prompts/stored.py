@@ -47,6 +47,8 @@ class Stored:
     """How many prompts were ever given up."""
     shares: dict[str, float]
     """Of each source the weight by which its prompts are begun now."""
+    is_back: bool = False
+    """Whether they were set back, and nobody has leased one since."""
 
     @property
     def unbegun(self) -> int:
@@ -128,7 +130,8 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
     given_up = as_count(state.get(b"given_up"))
-    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source)
+    is_back = b"is_back" in state
+    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, is_back)
 
 
 def as_number(value: bytes | None) -> float | None:

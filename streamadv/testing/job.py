@@ -182,7 +182,7 @@ class Job:
                 pipeline.violate(
                     f"P1: a trainer goes on at version {version}, {pipeline.committed} batches are committed"
                 )
-        is_unsaved, is_first, trained = True, True, 0
+        is_unsaved, trained = True, 0
         while True:
             have_left = len(pipeline.done) == len(scene.producers)
             try:
@@ -191,11 +191,8 @@ class Job:
                 if self.weights:
                     raise
                 batch = None
-            if is_first and not rank:
-                pipeline.opened_at = pipeline.world.time
-            elif scene.each_batch and not rank and not pipeline.world.process.dead:
+            if trained and scene.each_batch and not rank and not pipeline.world.process.dead:
                 pipeline.committed = max(pipeline.committed, trained)
-            is_first = False
             if batch is None:
                 if scene.prompts and is_unsaved:  # which the producers wait for
                     self._save(queue, rank)

@@ -217,9 +217,8 @@ def _prompts(pipeline: Pipeline, run: Run, weights: Sequence[Place]) -> Iterator
     if twice and not _may_train_twice(pipeline):
         yield f"P11: {twice[:4]} are in the weights twice"
     sets = {prompts.name: read(run, prompts) for prompts in read_sets(run)}
-    # A job that commits each batch begins anew from an older checkpoint, maybe after all producers have finished.
-    may_be_unplayed = pipeline.world.lost or min(pipeline.prompts_over, default=0.0) <= pipeline.opened_at
-    if pipeline.scene.each_batch and pipeline.jobs > 1 and may_be_unplayed:
+    # A job that commits each batch begins anew from an older checkpoint.
+    if pipeline.scene.each_batch and pipeline.jobs > 1 and pipeline.world.lost:
         return
     # What the server loses after that comes back to nobody.
     if any(lost >= over for lost, _ in pipeline.world.lost for over in pipeline.prompts_over):

@@ -121,7 +121,6 @@ class Pipeline:
         self.committed = 0
         """Batches below this one are committed, where each is when the next one is asked for."""
         self.was_stateless = False  # whether a job has begun without a checkpoint after there were commits
-        self.opened_at = 0.0  # when the newest job had got the run
         self.end_is_lost = False
         """Whether the server has lost that the trainer has ended the run: the next trainer finds what comes then."""
         self.closing_at = math.inf
@@ -172,6 +171,7 @@ class Pipeline:
             world.at_loss.append(self._note_forgotten)
             for wait in (40.0, 80.0, 120.0):
                 world.at(self.scene.calm_s + wait, self._finish_for_the_lost)
+                world.at(self.scene.calm_s + wait, self._come_back)
             # Where room is scarce, groups of lost producers keep others out until their deadline.
             deadlines = 1 + self.scene.is_narrow
             longest = deadlines * max(self.scene.deadline_s, SLOW_S) + END_S
@@ -280,6 +280,18 @@ class Pipeline:
             )
         ):
             self._supervise("operator", self._finish)
+
+    def _come_back(self) -> None:
+        """An operator starts a producer again that had finished when the trainer went on from an older checkpoint."""
+        store = self.world.server.store.data
+        are_back = any(
+            b"is_back" in store.get(SHARD + b"prompt_state:" + name, {})
+            for name in store.get(SHARD + b"prompts", {})
+        )
+        if are_back and not self.ended and len(self.done) == len(self.scene.producers):
+            self.done.discard(0)
+            plan = self.scene.producers[0] | {"kind": "blocking", "hands": [], "ends": "finish"}
+            self._supervise("p0.back", Producing(self, 0, plan).run)
 
     def _purge(self) -> None:
         """An operator deletes the dead letters that there are, if the server answers."""

@@ -43,6 +43,9 @@ MUTANTS: Final[dict[str, Mutant]] = {
     "prompts are not set back to the checkpoint": Mutant(
         f"{LUA}/prompts/set_back_prompts.lua", "if not (is_lost or is_older) then return 0 end", "if true then return 0 end"
     ),
+    "prompts that were set back wait for no producer": Mutant(
+        f"{LUA}/prompts/set_back_prompts.lua", "'is_back', '1',", ""
+    ),
     "a prompt that is left out stays in play": Mutant(
         f"{LUA}/prompts/skip_prompts.lua", "    redis.call('HDEL', keys.prompt_entries, item)\n", ""
     ),
@@ -430,6 +433,7 @@ EQUIVALENT: Final[dict[str, str]] = {
 
 #: Name -> the schedule in `found` that finds it; seeds did not, or rarely.
 KEPT: Final[dict[str, str]] = {
+    "prompts that were set back wait for no producer": "a_run_goes_back_after_its_producers_have_ended",
     "a prompt that was left out is played after a lost answer": "a_prompt_left_out_is_asked_for_again",
     "a prompt ends with a copy of its uncommitted group": "a_trained_prompt_is_uncommitted_when_its_job_ends",
     "a scorer passes on what had the id before": "a_scorer_has_what_had_the_id_before",

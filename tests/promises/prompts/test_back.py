@@ -233,11 +233,12 @@ def test_a_checkpoint_has_prompts_that_were_committed_long_before_it(redis_url: 
             assert not {identity(group) for group in play(groups, 3)}.intersection(map(identity, before))
 
 
-def test_a_trainer_that_goes_back_after_all_producers_have_left_says_that_prompts_are_left(
-    redis_url: str, run: str, caplog: pytest.LogCaptureFixture
+def test_a_trainer_that_goes_back_after_all_producers_have_left_waits_for_one(
+    redis_url: str, run: str
 ) -> None:
+    few = sa.Prompts(range(4), shuffle=None)
     with sa.Producer(redis_url, run) as producer:
-        joined, groups = join(redis_url, run), producer.prompts(sa.Prompts(range(4), shuffle=None), SIZE)
+        joined, groups = join(redis_url, run), producer.prompts(few, SIZE)
         with queue_of(redis_url, run) as queue:
             older = copy_of(queue)
             for _ in range(2):
@@ -247,8 +248,42 @@ def test_a_trainer_that_goes_back_after_all_producers_have_left_says_that_prompt
         assert next(groups, None) is None
     with queue_of(redis_url, run) as queue:
         queue.load_state_dict(older)
+        with pytest.raises(
+            NoBatchError, match=r"of prompts train 4 are left, and nobody plays them.*prompts_left"
+        ):
+            queue.next_batch(timeout=0)
+    with queue_of(redis_url, run) as queue:  # as after a crash, at the same place
+        queue.load_state_dict(older)
+        with pytest.raises(NoBatchError):
+            queue.next_batch(timeout=0)
+        with sa.Producer(redis_url, run) as producer:
+            groups = producer.prompts(few, SIZE)
+            play(groups, 4)
+            train(queue, joined, 2)
+            queue.commit(queue.state_dict())
+            assert next(groups, None) is None
         assert next_batch(queue, joined) is None
-    assert "4 prompts have not ended: start their producers, then the trainer" in caplog.text
+    assert stored(joined).counters == {"trained 1 0": 4}
+
+
+def test_a_run_that_was_set_back_ends_with_prompts_left_once_a_producer_has_left_them(
+    redis_url: str, run: str
+) -> None:
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = join(redis_url, run), producer.prompts(prompts(epochs=1), SIZE)
+        with queue_of(redis_url, run) as queue:
+            older = copy_of(queue)
+            play(groups, 2)
+            train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+        with queue_of(redis_url, run) as queue:
+            queue.load_state_dict(older)
+            queue.open()
+            again = play(groups, 1)
+            groups.close()
+            producer.finish()
+            assert train(queue, joined, 1) == again
+            assert next_batch(queue, joined) is None
 
 
 def test_what_was_trained_is_remembered_from_its_deletion_on(
