@@ -141,11 +141,11 @@ def ordinary_wait(status: Status) -> Reason:
             f"are left, {counted(work.alive, 'advantage worker is', 'advantage workers are')} alive",
         )
     in_play = sum(each.in_play for each in status.prompts)
-    if in_play and not status.groups.open and not any(each.left for each in status.prompts):
+    left = {each.name: each.left + each.waiting for each in status.prompts if each.left + each.waiting}
+    if in_play and not left and not status.groups.open:
         return Reason(
             "prompts_begun", f"{counted(in_play, 'prompt is', 'prompts are')} in play, none is left to begin"
         )
-    left = {each.name: each.left for each in status.prompts if each.left}
     has_finished = status.producers and all(producer.state == "finished" for producer in status.producers)
     if left and has_finished and not status.groups.open and not status.groups_waiting:
         return Reason(

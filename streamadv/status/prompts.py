@@ -42,6 +42,7 @@ class SourceProgress:
     given_up: dict[str, int]  # by how the last try ended
     skipped: int  # solved in the epochs before
     in_play: int  # begun, and not ended
+    waiting: int  # of these: to be played again, and nobody plays them
     left: int  # not begun yet
     seconds_left: float | None  # until the whole set has ended, at the pace of the last groups
     failing: dict[str, int]  # index of a prompt that was given up -> in how many epochs, of the 5 with most
@@ -143,7 +144,10 @@ def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ())
     lines = []
     for number, (source, length) in enumerate(prompts.sources.items(), 1):
         of = counts[number - 1]
-        in_play = sum(item.startswith(f"{number} ") for item in stored.entries)
+        in_play, waiting = (
+            sum(item.startswith(f"{number} ") for item in items)
+            for items in (stored.entries, stored.of(NOBODY))
+        )
         lines.append(
             SourceProgress(
                 prompts.name,
@@ -157,6 +161,7 @@ def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ())
                 by_reason(of, "given_up"),
                 of["skipped"],
                 in_play,
+                waiting,
                 max(0, length * prompts.epochs - sum(of[kind] for kind in ENDED) - in_play),
                 seconds,
                 dict(failing[number - 1].most_common(NAMED)),

@@ -126,13 +126,13 @@ def one_round(
 
 def show(clocks: dict[str, Clock]) -> None:
     print(f"{'us a group':12}{'groups':>18}{'prompts':>18}{'more':>18}   (here, server)")
-    total = np.zeros((3, 2))
-    for part in PARTS:
-        groups, prompts = (np.array(clocks[kind].spent[part]) for kind in ("groups", "prompts"))
+    spent = {kind: {part: np.array(clocks[kind].spent[part]) for part in PARTS} for kind in clocks}
+    for parts in spent.values():
+        parts["all"] = np.sum([parts[part] for part in PARTS], axis=0)
+    for part in (*PARTS, "all"):
+        groups, prompts = spent["groups"][part], spent["prompts"][part]
         row = np.median([groups, prompts, prompts - groups], axis=1)
-        total += row
         print(f"{part:12}" + "".join(f"{here:10.1f}{server:8.1f}" for here, server in row))
-    print(f"{'all':12}" + "".join(f"{here:10.1f}{server:8.1f}" for here, server in total))
 
 
 if __name__ == "__main__":

@@ -233,16 +233,19 @@ def test_a_checkpoint_has_prompts_that_were_committed_long_before_it(redis_url: 
             assert not {identity(group) for group in play(groups, 3)}.intersection(map(identity, before))
 
 
+@pytest.mark.parametrize("begun", [0, 4])
 def test_a_trainer_that_goes_back_after_all_producers_have_left_waits_for_one(
-    redis_url: str, run: str
+    redis_url: str, run: str, begun: int
 ) -> None:
+    """begun: how many prompts are in play in the checkpoint."""
     few = sa.Prompts(range(4), shuffle=None)
     with sa.Producer(redis_url, run) as producer:
         joined, groups = join(redis_url, run), producer.prompts(few, SIZE)
         with queue_of(redis_url, run) as queue:
+            play(groups, begun)
             older = copy_of(queue)
             for _ in range(2):
-                play(groups, 2)
+                play(groups, 2 - begun // 2)
                 train(queue, joined, 1)
                 queue.commit(queue.state_dict())
         assert next(groups, None) is None
