@@ -130,7 +130,7 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
     given_up = as_count(state.get(b"given_up"))
-    is_back = b"is_back" in state
+    is_back = state.get(b"is_back") == b"1"
     return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, is_back)
 
 
