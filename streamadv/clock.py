@@ -7,7 +7,5 @@ from __future__ import annotations
 
 import time
 
-
-def now() -> float:
-    """Seconds of a clock that never goes back."""
-    return time.monotonic()
+#: Seconds of a clock that never goes back.
+now = time.monotonic

@@ -43,9 +43,9 @@ from streamadv.status.seen import kept_entries
 from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import Batch
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.member_table import members_of, packets_problem
+from streamadv.trajectory.member_table import packets_problem
 from streamadv.trajectory.members import Checked, Members, Reference, references_of
-from streamadv.trajectory.packet_encoding import Packet, encode_packets
+from streamadv.trajectory.packet_encoding import Packet, encode_packets, members_of
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 Forward = Callable[[float], None]
@@ -310,7 +310,7 @@ def empty_status() -> Status:
 
 def make_overdue(run: Run, group_id: str, deadline_ms: int = -(10**15)) -> None:
     """Move an open group's deadline, before all that was pushed."""
-    keys = run.keys.shard(run.keys.shard_of(group_id))
+    keys = run.keys.shards[run.keys.shard_of(group_id)]
     run.connection.scripts.zadd(keys.open, {group_id: deadline_ms}, xx=True)
 
 

@@ -136,7 +136,7 @@ def _work_item_of(run: Run, entry: Entry) -> WorkItem:
     if record is None or record.id != item.batch:
         if item.batch.partition("-")[0] != str(item.k):
             raise WireError(f"work: is none of batch {item.k}")
-        if not run.connection.scripts.hexists(run.keys.shard(entry.shard).applied, item.batch):
+        if not run.connection.scripts.hexists(run.keys.shards[entry.shard].applied, item.batch):
             raise BatchLostError(f"batch {item.batch} was undone or committed: its work is discarded")
     elif (
         record.chain != item.chain  # before a chain is built that nobody of the run has asked for

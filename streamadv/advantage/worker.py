@@ -36,7 +36,7 @@ LOST: Final = -1
 def publish(run: Run, computed: ComputedItem) -> bool:
     """Hand results off. False if another worker has finished the entry, or the batch is gone."""
     prepared, item, outputs = computed.prepared, computed.prepared.item, computed.outputs
-    keys = run.keys.shard(prepared.entry.shard)
+    keys = run.keys.shards[prepared.entry.shard]
     output_bytes = sum(column.nbytes for column in outputs.values())
     payload_bytes = sum(packet.size for packet in computed.published.packets)
     head = [ADVANTAGE, prepared.entry.id, item.batch, computed.header, output_bytes, payload_bytes]

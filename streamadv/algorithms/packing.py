@@ -18,8 +18,8 @@ import numpy as np
 from ..errors import TrajectoryError
 from ..extras import torch
 from ..trajectory.columns import Array
-from ..trajectory.member_table import members_of
 from ..trajectory.members import NO_STATE, Checked, Members, Positions, offsets
+from ..trajectory.packet_encoding import members_of
 from ..trajectory.schema import Trajectory
 from .packed import BUILT, PackedBatch, Steps
 

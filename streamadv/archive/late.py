@@ -47,7 +47,7 @@ def compute_late(
     makes them.
     """
     computed = [
-        (parse_result(keys.shard(item.prepared.item.shard), _entry_of(keys, item)), item.outputs)
+        (parse_result(keys.shards[item.prepared.item.shard], _entry_of(keys, item)), item.outputs)
         for item in items
     ]
     results = BatchResults([result for result, _ in computed], share.batch)
@@ -68,7 +68,7 @@ def compute_late(
 
 def _entry_of(keys: RunKeys, item: ComputedItem) -> dict[bytes, bytes]:
     """What a worker would publish."""
-    output = keys.shard(item.prepared.item.shard).output("")
+    output = keys.shards[item.prepared.item.shard].output("")
     head = {"batch": item.prepared.item.batch, "header": item.header, "output": output, "output_bytes": "0"}
     numbers = {name.encode(): raw for name, raw in item.results.items()}
     return {name.encode(): text.encode() for name, text in head.items()} | numbers

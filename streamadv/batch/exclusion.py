@@ -102,7 +102,7 @@ def read_exclusions(run: Run, batch_id: str, groups: Sequence[Pointer]) -> Exclu
     exclusions = Exclusions(set(), set())
     by_entry: dict[int, Any] = {}  # of each shard: entry -> 'dead', or the rollout indices left out
     for shard in {pointer.shard for pointer in groups}:
-        text: Any = run.connection.scripts.hget(run.keys.shard(shard).applied, batch_id)
+        text: Any = run.connection.scripts.hget(run.keys.shards[shard].applied, batch_id)
         by_entry[shard] = json.loads(text) if text else {}
     for pointer in groups:
         excluded = by_entry[pointer.shard].get(pointer.entry, ())

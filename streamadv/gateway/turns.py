@@ -180,5 +180,5 @@ class Store:
             own = [ticket.rollout_index, known, most, self._deadline_ms, *turns]
             return script_call("turn", keys, [*arguments, *own], group=ticket.group_id)
 
-        reply = yield from logic.admission.call_group_script(GroupSpec.of(ticket), call)
+        reply = yield from logic.pushes.call_group_script(GroupSpec.of(ticket), call)
         return Reply(reply[0].decode(), reply[1:])

@@ -155,7 +155,7 @@ def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup
 
     An entry that is no group is `malformed`; a group whose members cannot be read has a `problem`.
     """
-    prefixes = {shard: keys.shard(shard).payload("") for shard in {entry[0] for entry in entries}}
+    prefixes = {shard: keys.shards[shard].payload("") for shard in {entry[0] for entry in entries}}
     parsed = [_parse_entry(keys, prefixes[entry[0]], *entry) for entry in entries]
     readable = [(group, stored) for group, stored in parsed if stored is not None]
     for group, problem in read_in_halves(readable, _fill_in):
@@ -336,7 +336,7 @@ def read_log(run: Run, shard: int, after: str, count: int) -> list[LoggedGroup]:
 
 def read_entries(run: Run, shard: int, after: str, count: int) -> list[RawEntry]:
     """What `read_log` parses."""
-    key = run.keys.shard(shard).groups
+    key = run.keys.shards[shard].groups
     entries: Any = run.connection.scripts.xrange(key, f"({after}", "+", count)
     return [(shard, *entry) for entry in entries]
 
@@ -364,7 +364,7 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
     pipe = run.connection.scripts.pipeline(transaction=False)
     for shard, in_shard in ids.items():
         in_shard.sort(key=EntryId.of)
-        pipe.xrange(run.keys.shard(shard).groups, in_shard[0], in_shard[-1], len(in_shard))
+        pipe.xrange(run.keys.shards[shard].groups, in_shard[0], in_shard[-1], len(in_shard))
     replies: Any = pipe.execute()
     entries: dict[tuple[int, str], Mapping[bytes, bytes]] = {
         (shard, entry.decode()): fields
@@ -374,7 +374,7 @@ def find_groups(run: Run, pointers: Sequence[Pointer]) -> list[LoggedGroup | Non
     others = [pointer for pointer in pointers if (pointer.shard, pointer.entry) not in entries]
     pipe = run.connection.scripts.pipeline(transaction=False)
     for pointer in others:
-        pipe.xrange(run.keys.shard(pointer.shard).groups, pointer.entry, pointer.entry)
+        pipe.xrange(run.keys.shards[pointer.shard].groups, pointer.entry, pointer.entry)
     for pointer, reply in zip(others, pipe.execute() if others else (), strict=True):
         if reply:
             entries[pointer.shard, pointer.entry] = reply[0][1]

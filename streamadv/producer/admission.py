@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 from weakref import WeakSet
 
 from redis.exceptions import ResponseError
@@ -27,7 +28,6 @@ from ..store.scripts import ScriptCall, script_call
 from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .announcements import Lines, Place
-from .extra_columns import ColumnsPush
 from .membership import Membership
 from .requests import (
     NO_ROOM,
@@ -36,7 +36,6 @@ from .requests import (
     AdmissionPause,
     GroupCall,
     Pause,
-    Push,
     Reply,
     Steps,
     busy_error,
@@ -80,8 +79,6 @@ class Ahead:
 
 logger = logging.getLogger(__name__)
 
-#: How many of a script's arguments say what the group is; the rest are producer and limits. See lua/lib/enter.lua.
-SPEC_ARGS: Final = 2
 #: First wait for admission: about the time that a fast trainer takes for a batch.
 ADMISSION_WAIT_S: Final = 0.005
 
@@ -131,7 +128,7 @@ class Admission:
         yield from self._membership.reopen()
         yield from self.withdraw()
         wait = self.admission_wait(timeout)
-        with Place() as place:
+        with closing(Place()) as place:
             while True:
                 spec, reply = yield from self._ask_to_begin(spec, call, has_given_id, count)
                 if reply[0] in (b"ok", b"open"):
@@ -173,7 +170,7 @@ class Admission:
             yield Pause(seconds)
             return
         self.lines.join(place, (shard, role))
-        stream = self._membership.manifest.keys.shard(shard).admission
+        stream = self._membership.manifest.keys.shards[shard].admission
         try:
             yield AdmissionPause(seconds, stream, bytes(reply[-1]) or b"0-0", place)
         except ResponseError as error:  # nobody may read it, or it is no stream
@@ -198,7 +195,7 @@ class Admission:
             self._warn_if_unpaced()
         reply = yield from self._begin(spec, call, count)
         if self._membership.shards > 1 and is_over_share(reply):
-            counts = yield from self._groups_ahead()
+            counts = yield from self._membership.groups_ahead()
             if not has_given_id:
                 spec = spec._replace(group_id=self._new_id_in(counts.index(min(counts))))
             groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
@@ -224,7 +221,8 @@ class Admission:
     def _begin_call(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None) -> ScriptCall:
         """One attempt to open groups. groups_elsewhere: groups that count in the other shards."""
         keys = self._membership.keys_of(spec.group_id)
-        arguments = self._arguments(spec, self.budget_for_new(spec.group_id), groups_elsewhere)
+        budget = self.budget_for_new(spec.group_id)
+        arguments = self._membership.group_arguments(spec, budget, groups_elsewhere)
         known = self._membership.weights
         arguments += [call.nonce, "" if known is None else known.version, *call.others]
         others = [keys.group(group_id) for group_id in call.others]
@@ -241,46 +239,6 @@ class Admission:
         terms = (spec.deadline_s, spec.round, spec.columns)
         first = Ticket(spec.group_id, 0, *counts, *shared, *terms)
         return [first, *(replace(first, group_id=group_id) for group_id in call.others[:others])]
-
-    def call_group_script(
-        self,
-        spec: GroupSpec,
-        call: Callable[[list[Any]], ScriptCall | Push | ColumnsPush],
-        budget: int | None = None,
-        *,
-        waits: bool = False,
-    ) -> Steps[Reply]:
-        """The reply of a script that has written into a group, which it opens if need be.
-
-        call: makes one attempt, given the arguments of the admission. budget: the byte budget for a group that may be
-        new; None for one that was admitted before. waits: until the group is admitted; else raises Busy, though a group
-        that may be new waits while the server is above its maxmemory. Raises what `check_group_reply` raises.
-        """
-        wait: Wait | None = None
-        groups_elsewhere: int | None = None
-        request = GroupCall(lambda: call(self._arguments(spec, budget, groups_elsewhere)))
-        while True:
-            reply: Reply = yield request
-            if isinstance(reply[0], list):  # `push` answers for each group, the other scripts know one only
-                reply = reply[0]
-            if reply[0] == b"layout":
-                yield from self._membership.confirm_layout()
-                continue
-            if reply[0] != b"ok":
-                check_group_reply(reply, spec)
-            if reply[0] != b"busy":
-                if wait is not None:
-                    wait.over()
-                return reply
-            if groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
-                counts = yield from self._groups_ahead()
-                groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
-            elif waits or (reply is OUT_OF_MEMORY and budget is not None):
-                wait = wait or Wait(Blocked(self._membership.who, "a push waits", self._membership.run))
-                yield from self.wait_for_room(wait, refusal(reply))
-                groups_elsewhere = None
-            else:
-                raise busy_error(refusal(reply), self._membership.run)
 
     def admission_wait(self, timeout: float | None) -> Wait:
         """The wait of a new group for admission, so many seconds at most."""
@@ -300,34 +258,6 @@ class Admission:
         """
         is_behind = self._membership.shard_of(group_id) in self._resend.behind
         return NO_ROOM if is_behind else self._membership.max_bytes
-
-    def _arguments(self, spec: GroupSpec, budget: int | None, groups_elsewhere: int | None) -> list[Any]:
-        """The first arguments of the scripts that may open a group, see `lua/lib/enter.lua` and `admit.lua`.
-
-        budget: as of `call_group_script`. A group admitted before reserves at most the budget, because a server that
-        has lost it may have lost the sizes of trajectories as well. groups_elsewhere: groups that count in the other
-        shards.
-        """
-        manifest = self._membership.manifest
-        slot_bytes, is_new = manifest.max_trajectory_bytes, budget is not None
-        if budget is None:
-            budget = self._membership.max_bytes
-            slot_bytes = max(1, min(slot_bytes, (budget - spec.columns) // spec.slots))
-        deadline_ms = round((spec.deadline_s or manifest.group_deadline_s) * 1000)
-        role = spec.role if spec.round is None else f"{spec.role}/{spec.round}"
-        columns = f"+{spec.columns}" if spec.columns else ""
-        group = f"{role} {spec.size} {spec.slots}{columns} {deadline_ms} {spec.data_source or ''}"
-        pacing = (groups_elsewhere, manifest.max_staleness, manifest.batch_groups)
-        limits = (slot_bytes, budget, len(manifest.keys.salts), *pacing, int(is_new))
-        words = ["-" if limit is None else str(limit) for limit in limits]
-        return [spec.group_id, group, self._membership.owner, " ".join(words)]
-
-    def _groups_ahead(self) -> Steps[list[int]]:
-        """How many groups count in pacing, of each shard."""
-        counts = []
-        for keys in self._membership.manifest.keys.shards:
-            counts.append((yield script_call("ahead", keys)))
-        return counts
 
     def _new_id_in(self, shard: int) -> str:
         while self._membership.shard_of(group_id := new_group_id()) != shard:
@@ -353,8 +283,7 @@ class Admission:
         shard = self._membership.shard_of(group_id)
         check_number("deadline_s", deadline_s, "seconds", most=MAX_DEADLINE_S, or_none=True)
         milliseconds = round((deadline_s or self._membership.manifest.group_deadline_s) * 1000)
-        first = self._touch(group_id, milliseconds)
-        result = yield from self._resend.send(shard, first, self._touch, group_id, milliseconds)
+        result = yield from self._resend.send(shard, self._touch, group_id, milliseconds)
         return bool(result.codes)
 
     def _touch(self, group_id: str, milliseconds: int) -> Steps[PushResult]:

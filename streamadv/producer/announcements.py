@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from itertools import chain
 from math import ceil
-from typing import Final, Self
+from typing import Final
 
 from .. import clock, doors
 from ..store.connection import AsyncConnection, Connection
@@ -27,7 +27,7 @@ UNBLOCKED_S: Final = 0.01
 
 
 class Place:
-    """A caller's place in a line, which it leaves with the `with` block."""
+    """A caller's place in a line, until `close`."""
 
     def __init__(self) -> None:
         self.line: deque[Place] = deque()
@@ -37,18 +37,12 @@ class Place:
     def is_first(self) -> bool:
         return self.line[0] is self
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Let the next one have its turn."""
         if self in self.line:
             self.line.remove(self)
         for first in list(self.line)[:1]:
             first.wake()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.leave()
 
 
 class Lines:
@@ -61,7 +55,7 @@ class Lines:
         """Stand at the end of the line for this room, unless it stands there already."""
         line = self._lines.setdefault(room, deque())
         if place.line is not line:
-            place.leave()
+            place.close()
             place.line = line
             line.append(place)
 

@@ -15,7 +15,7 @@ from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
 from .base_group import BaseGroup, BaseRollout, Slots, awaited
 from .failures import Outcome
-from .group import Group, Rollout
+from .group import Group
 from .tickets import Ticket
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class AsyncRollout(BaseRollout):
     """
 
     _producer: AsyncProducer
-    push = awaited(Rollout.push)
-    fail = awaited(Rollout.fail)
+    push = awaited(BaseRollout.push)  # type: ignore[assignment]
+    fail = awaited(BaseRollout.fail)  # type: ignore[assignment]
 
     def __init__(self, producer: AsyncProducer, slots: Slots, ticket: Ticket) -> None:
         super().__init__(producer, slots, ticket)

@@ -22,7 +22,7 @@ from .extra_columns import ColumnsPush
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .producer import Producer
 from .prompted import PromptedGroups
-from .requests import AdmissionPause, Attempt, Memory, Pause, Push, Rest, ServerIds, Steps, T, attempts
+from .requests import AdmissionPause, Attempt, Memory, Pause, Push, ServerIds, Steps, T, attempts
 from .sender import Sender
 from .tickets import GroupRequest, Ticket
 
@@ -145,10 +145,9 @@ class AsyncProducer(
     async def _drive(self, steps: Steps[T], patient: bool = True, leaves: bool = False) -> T:
         """As `Producer._drive`."""
         membership = self._logic.membership
-        check_open = membership.check_leaving if leaves else membership.check_open
-        requests = attempts(steps, check_open, membership.run, patient=patient)
+        requests = attempts(steps, membership, patient=patient, leaves=leaves)
         reply: Any = None
-        check_open()
+        membership.check_open(leaves)
         self._under_way += 1
         try:
             while True:
@@ -161,10 +160,6 @@ class AsyncProducer(
                     reply = await self._carry_out(request)
                 except Exception as error:
                     reply = error
-        except Exception as error:
-            if not isinstance(error, StreamadvError):
-                check_open()  # else its connection was closed under it
-            raise
         finally:
             steps.close()
             self._under_way -= 1
@@ -179,9 +174,8 @@ class AsyncProducer(
 
     async def _carry_out(self, request: Attempt) -> Any:
         if isinstance(request, Pause):
-            return await self._pause(request.seconds)
-        if isinstance(request, Rest):
-            return await asyncio.sleep(request.seconds)
+            pause = asyncio.sleep if request.leaves else self._pause
+            return await pause(request.seconds)
         if isinstance(request, AdmissionPause):
             return await await_room_async(self._connection, request, self._over)
         if isinstance(request, Memory):

@@ -44,8 +44,7 @@ class Outcome:
 
     result: Any = None
     error: BaseException | None = None
-    retries: int = 0
-    """How often it may be played again."""
+    retries: int = 0  # how often it may be played again
 
 
 class Failures:

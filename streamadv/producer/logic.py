@@ -21,7 +21,7 @@ from .admission import Admission, BeginCall
 from .failures import Failures
 from .membership import Membership, Weights
 from .push import Pushes
-from .requests import LOST_GROUPS_FIRST, NO_WEIGHTS, STAGE, Pause, Rest, Steps
+from .requests import LOST_GROUPS_FIRST, NO_WEIGHTS, STAGE, Pause, Steps
 from .resend import ResendWindow
 from .tickets import GroupRequest, Ticket
 
@@ -209,7 +209,7 @@ class ProducerLogic:
                 self._unheard = LOST_GROUPS_FIRST
             except HEARTBEAT_ERRORS as error:
                 self._unheard = server_reason(error)
-            yield Rest(wait.delay())
+            yield Pause(wait.delay(), leaves=True)
 
     def end(self) -> None:
         """Nothing more is sent: log what that leaves undone."""

@@ -19,12 +19,14 @@ from ..store.replies import as_count, as_int
 from ..store.scripts import script_call
 from ..trajectory.schema import Role
 from .requests import STAGE, Memory, Steps
-from .tickets import Ticket
+from .tickets import GroupSpec, Ticket
 
 logger = logging.getLogger(__name__)
 
 #: Instance of a forked copy of a producer: earlier than all, it hears what they hear, and writes nothing.
 COPY: Final = -1
+#: How many of a script's arguments say what the group is; the rest are producer and limits. See lua/lib/enter.lua.
+SPEC_ARGS: Final = 2
 
 
 class Weights(NamedTuple):
@@ -48,7 +50,9 @@ class Membership:
         self.weights: Weights | None = None
         self.has_run_ended = False  # by its trainer, as of the last heartbeat
         self.finished = False  # as its user says; the list of producers may not have it yet
-        self.last_word = "finished"  # what it then says; of a gateway that has begun no group: serves
+        # What it then says. Of a gateway that has begun no group "serves": the run neither waits for it nor ends with
+        # it.
+        self.last_word = "finished"
         self.plays: Callable[[], str] | None = None  # of a gateway: what heartbeats add, `PRODUCER_STATE`
         self.loops: list[str] = []  # sets of prompts over which somebody loops, once for each loop
         self.closed = False
@@ -66,15 +70,12 @@ class Membership:
         """Whether this is the copy of a producer in a child of its process: it is not on the list of producers."""
         return os.getpid() != self._process
 
-    def check_open(self) -> None:
-        """Raises ProducerClosedError once it is closed."""
-        if self.closed:
-            raise ProducerClosedError(f"producer {self.name} is closed: make another one")
-
-    def check_leaving(self) -> None:
-        """As `check_open`, for what a closed producer still has to say."""
-        if self.left:
+    def check_open(self, leaves: bool = False) -> None:
+        """Raises ProducerClosedError once it is closed. leaves: for what a closed producer still has to say."""
+        if leaves and self.left:
             raise ProducerClosedError(f"producer {self.name} has left run {self.run}")
+        if self.closed and not leaves:
+            raise ProducerClosedError(f"producer {self.name} is closed: make another one")
 
     @property
     def manifest(self) -> Manifest:
@@ -106,7 +107,7 @@ class Membership:
 
     def keys_of(self, group_id: str) -> ShardKeys:
         """The keys of the group's shard. Raises TrajectoryError for what is no id of a group."""
-        return self.manifest.keys.shard(self.shard_of(group_id))
+        return self.manifest.keys.shards[self.shard_of(group_id)]
 
     def join(self) -> Steps[None]:
         """Read or write the manifest, and find the byte budget. Raises SettingError, ManifestMismatchError."""
@@ -140,6 +141,34 @@ class Membership:
         for keys in manifest.keys.shards:
             yield script_call("lay_out", keys, [len(manifest.keys.salts)])
 
+    def group_arguments(self, spec: GroupSpec, budget: int | None, groups_elsewhere: int | None) -> list[Any]:
+        """The first arguments of the scripts that may open a group, see `lua/lib/enter.lua` and `admit.lua`.
+
+        budget: as of `Pushes.call_group_script`. A group admitted before reserves at most the budget, because a server
+        that has lost it may have lost the sizes of trajectories as well. groups_elsewhere: groups that count in the
+        other shards.
+        """
+        manifest = self.manifest
+        slot_bytes, is_new = manifest.max_trajectory_bytes, budget is not None
+        if budget is None:
+            budget = self.max_bytes
+            slot_bytes = max(1, min(slot_bytes, (budget - spec.columns) // spec.slots))
+        deadline_ms = round((spec.deadline_s or manifest.group_deadline_s) * 1000)
+        role = spec.role if spec.round is None else f"{spec.role}/{spec.round}"
+        columns = f"+{spec.columns}" if spec.columns else ""
+        group = f"{role} {spec.size} {spec.slots}{columns} {deadline_ms} {spec.data_source or ''}"
+        pacing = (groups_elsewhere, manifest.max_staleness, manifest.batch_groups)
+        limits = (slot_bytes, budget, len(manifest.keys.salts), *pacing, int(is_new))
+        words = ["-" if limit is None else str(limit) for limit in limits]
+        return [spec.group_id, group, self.owner, " ".join(words)]
+
+    def groups_ahead(self) -> Steps[list[int]]:
+        """How many groups count in pacing, of each shard."""
+        counts = []
+        for keys in self.manifest.keys.shards:
+            counts.append((yield script_call("ahead", keys)))
+        return counts
+
     def update_budget(self) -> Steps[None]:
         """Compute the byte budget from the manifest and the server's memory as they are now."""
         try:
@@ -150,10 +179,6 @@ class Membership:
 
     def _set_budget(self, memory: Mapping[str, Any]) -> None:
         self.max_bytes = byte_budget(self.manifest.max_bytes, memory) // self.shards
-
-    def serve(self, plays: Callable[[], str]) -> None:
-        """Be a gateway: once it has finished, the run neither waits for it nor ends with it until it begins a group."""
-        self.last_word, self.plays = "serves", plays
 
     def reopen(self) -> Steps[None]:
         """A producer that had finished has more to push."""

@@ -26,7 +26,7 @@ from .group import Group, Rollout
 from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
 from .membership import Weights
 from .prompted import PromptedGroups
-from .requests import AdmissionPause, Attempt, Memory, Pause, Rest, ServerIds, Steps, T, attempts
+from .requests import AdmissionPause, Attempt, Memory, Pause, ServerIds, Steps, T, attempts
 from .resend import RESEND_WINDOW_S
 from .tickets import GroupRequest, PushResult, Ticket
 
@@ -241,11 +241,10 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         leaves: what a closed producer still has to say.
         """
         membership = self._logic.membership
-        check_open = membership.check_leaving if leaves else membership.check_open
-        requests = attempts(steps, check_open, membership.run, patient=patient)
+        requests = attempts(steps, membership, patient=patient, leaves=leaves)
         reply: Any = None
         with self._calls:
-            check_open()
+            membership.check_open(leaves)
             heart = self._heart  # `close` may set it to None meanwhile
             if heart is not None and not heart.is_alive():
                 self._keep_heart()
@@ -263,10 +262,6 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
                     reply = error
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # without the frames of the client that it has interrupted
-        except Exception as error:
-            if not isinstance(error, StreamadvError):
-                check_open()  # else its connection was closed under it
-            raise
         finally:
             steps.close()
             with self._calls:
@@ -280,9 +275,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         if isinstance(request, ScriptCall):
             return run_script(self._connection.scripts, request)
         if isinstance(request, Pause):
-            return self._closing.wait(request.seconds)
-        if isinstance(request, Rest):
-            return doors.sleep(request.seconds)
+            return doors.sleep(request.seconds) if request.leaves else self._closing.wait(request.seconds)
         if isinstance(request, AdmissionPause):
             return await_room(self._connection, request, self._closing)
         if isinstance(request, Memory):

@@ -36,8 +36,7 @@ class Given:
     prompted: PromptedGroups
     lease: Lease
     group_id: str
-    nonce: str
-    """Of the call that has begun it."""
+    nonce: str  # of the call that has begun it
     slots: Slots | None = None
 
 
@@ -71,7 +70,9 @@ class PromptedGroups:
 
         Raises what `Admission.begin` raises, and SettingError for prompts that are not those of the run.
         """
-        self._go_on()
+        if not self._is_loop:
+            self._is_loop = True
+            self._logic.membership.loops.append(self._prompts.set.name)
         while True:
             leases = self._leases or (yield from self._find())
             if not leases:
@@ -140,11 +141,6 @@ class PromptedGroups:
             self._nonce = "" if self._nonce == nonce else self._nonce
         if self.is_left and self in self._logic.prompted:
             self._logic.prompted.remove(self)
-
-    def _go_on(self) -> None:
-        if not self._is_loop:
-            self._is_loop = True
-            self._logic.membership.loops.append(self._prompts.set.name)
 
     def rest(self) -> None:
         """Nobody loops over it for now."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from .. import doors, metrics, tracing
@@ -14,22 +14,29 @@ from ..messages import check_number
 from ..store.keys import ShardKeys
 from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
+from ..store.waiting import Blocked, Wait
 from ..trajectory.members import STATUSES, Checked
 from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory
-from .admission import SPEC_ARGS, Admission
+from .admission import Admission
 from .extra_columns import ColumnsPush, GroupColumns, conform, kinds_of, read_columns
-from .membership import Membership
+from .membership import SPEC_ARGS, Membership
 from .records import check_one_group, check_roles
 from .requests import (
     MAX_SLICE_MEMBERS,
     NO_ROOM,
+    OUT_OF_MEMORY,
     STAGE,
+    GroupCall,
     GroupPush,
     Push,
     Reply,
     Steps,
+    busy_error,
+    check_group_reply,
+    is_over_share,
     load_of,
+    refusal,
     slices,
 )
 from .resend import ResendWindow
@@ -154,7 +161,7 @@ class Pushes:
 
         code = b"lost"
         while code == b"lost":
-            reply = yield from self._admission.call_group_script(spec, attempt, waits=waits)
+            reply = yield from self.call_group_script(spec, attempt, waits=waits)
             code = reply[-1]
         return PushResult([code.decode()])
 
@@ -168,17 +175,21 @@ class Pushes:
         server_id = self._resend.servers.get(shard)
         codes: list[str] = []
         cancelled: list[int] = []
+
+        def cancel_call(own: Sequence[Any], arguments: list[Any]) -> ScriptCall:
+            keys = self._membership.keys_of(spec.group_id)
+            return script_call("cancel", keys, [*arguments, *own], group=spec.group_id)
+
         try:
             while len(codes) < count:
                 part = min(MAX_SLICE_MEMBERS, count - len(codes))
                 # Under one nonce a call may be repeated. Of those for which the last argument has a '1' it takes the
                 # highest.
                 own = [doors.random_bytes(8).hex(), part, allowed[: min(cancelled, default=len(allowed))]]
-                call = partial(self._cancel_call, spec, own)
-                reply = yield from self._admission.call_group_script(spec, call, waits=True)
-                has_ended = (
-                    reply[0] == b"ended"
-                )  # surplus or late; else these are the slots that are cancelled now
+                call = partial(cancel_call, own)
+                reply = yield from self.call_group_script(spec, call, waits=True)
+                # Surplus or late; else these are the slots that are cancelled now.
+                has_ended = reply[0] == b"ended"
                 now = [] if has_ended else [int(index) for index in reply[1:]]
                 cancelled += now
                 if not has_ended and len(now) < part:
@@ -193,10 +204,6 @@ class Pushes:
                 kept = tuple([(*packet[:5], ()) for packet in packets])
                 self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
         return PushResult(codes, cancelled)
-
-    def _cancel_call(self, spec: GroupSpec, own: Sequence[Any], arguments: list[Any]) -> ScriptCall:
-        keys = self._membership.keys_of(spec.group_id)
-        return script_call("cancel", keys, [*arguments, *own], group=spec.group_id)
 
     def score(
         self, group_id: str, rollout_index: int, reward: float | None, rewards: Mapping[str, float] | None
@@ -218,7 +225,7 @@ class Pushes:
             reply = yield call
             return PushResult([reply.decode()])
 
-        result = yield from self._resend.send(self._membership.shard_of(group_id), send(), send)
+        result = yield from self._resend.send(self._membership.shard_of(group_id), send)
         return result.codes[0]
 
     def send(
@@ -226,7 +233,7 @@ class Pushes:
     ) -> Steps[PushResult]:
         """Send packets of a group in as many calls as it takes, each kept to be sent again.
 
-        epoch: of the ticket. budget: as of `Admission.call_group_script`. Raises Busy if there is a budget,
+        epoch: of the ticket. budget: as of `call_group_script`. Raises Busy if there is a budget,
         TrajectoryError.
         """
         rollouts = sum([len(packet.indices) for packet in packets])
@@ -269,7 +276,7 @@ class Pushes:
     ) -> Steps[dict[int, str]]:
         """Send what one call may bring, and return the codes by position in the push.
 
-        budget, waits: as of `Admission.call_group_script`. Raises Busy, TrajectoryError.
+        budget, waits: as of `call_group_script`. Raises Busy, TrajectoryError.
         """
         codes: dict[int, str] = {}
         waiting: Sequence[Packet] = packets
@@ -280,7 +287,7 @@ class Pushes:
             return Push(keys, scorers[0] if scorers else "", tuple(arguments[SPEC_ARGS:]), [group])
 
         while waiting:
-            reply = yield from self._admission.call_group_script(spec, attempt, budget, waits=waits)
+            reply = yield from self.call_group_script(spec, attempt, budget, waits=waits)
             waiting = unregistered(waiting, reply, codes)
         metrics.succeeded(STAGE)
         if refused := [position for position, code in codes.items() if code == "range"]:
@@ -292,6 +299,46 @@ class Pushes:
                 f"record {first}: rollout_index is {index_of[first]}, group {spec.group_id} has no such slot"
             )
         return codes
+
+    def call_group_script(
+        self,
+        spec: GroupSpec,
+        call: Callable[[list[Any]], ScriptCall | Push | ColumnsPush],
+        budget: int | None = None,
+        *,
+        waits: bool = False,
+    ) -> Steps[Reply]:
+        """The reply of a script that has written into a group, which it opens if need be.
+
+        call: makes one attempt, given the arguments of the admission. budget: the byte budget for a group that may be
+        new; None for one that was admitted before. waits: until the group is admitted; else raises Busy, though a group
+        that may be new waits while the server is above its maxmemory. Raises what `check_group_reply` raises.
+        """
+        wait: Wait | None = None
+        groups_elsewhere: int | None = None
+        request = GroupCall(lambda: call(self._membership.group_arguments(spec, budget, groups_elsewhere)))
+        while True:
+            reply: Reply = yield request
+            if isinstance(reply[0], list):  # `push` answers for each group, the other scripts know one only
+                reply = reply[0]
+            if reply[0] == b"layout":
+                yield from self._membership.confirm_layout()
+                continue
+            if reply[0] != b"ok":
+                check_group_reply(reply, spec)
+            if reply[0] != b"busy":
+                if wait is not None:
+                    wait.over()
+                return reply
+            if groups_elsewhere is None and self._membership.shards > 1 and is_over_share(reply):
+                counts = yield from self._membership.groups_ahead()
+                groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
+            elif waits or (reply is OUT_OF_MEMORY and budget is not None):
+                wait = wait or Wait(Blocked(self._membership.who, "a push waits", self._membership.run))
+                yield from self._admission.wait_for_room(wait, refusal(reply))
+                groups_elsewhere = None
+            else:
+                raise busy_error(refusal(reply), self._membership.run)
 
     def _with_extras(self, trajectories: Sequence[Checked]) -> Steps[Sequence[Checked]]:
         """The trajectories with their extra columns as the run has them; new ones are fixed. Raises TrajectoryError."""
@@ -314,11 +361,7 @@ def unregistered(packets: Sequence[Packet], reply: Reply, codes: dict[int, str])
             codes |= dict.fromkeys(packet.positions, "pushed")
         return []
     replied = [code.decode() for code in reply[1:]]
-    if "again" not in replied and "lost" not in replied:
-        codes |= zip(chain.from_iterable([packet.positions for packet in packets]), replied, strict=True)
-        return []
-    waiting = []
-    rest = iter(replied)
+    waiting, rest = [], iter(replied)
     for packet in packets:
         of_packet = list(islice(rest, len(packet.indices)))
         chosen = [member for member, code in enumerate(of_packet) if code in ("again", "lost")]

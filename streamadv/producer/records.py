@@ -322,11 +322,10 @@ def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: 
 
 def check_one_group(trajectories: Sequence[Trajectory]) -> None:
     """Raises TrajectoryError unless all are trajectories of one group and size."""
+    first = trajectories[0]
     for position, trajectory in enumerate(trajectories):
         if not isinstance(trajectory, Trajectory):
             raise TrajectoryError(f"record {position} is {brief(trajectory)}, needs to be a Trajectory")
-    first = trajectories[0]
-    for trajectory in trajectories:
         if (trajectory.group_id, trajectory.group_size) != (first.group_id, first.group_size):
             raise TrajectoryError(
                 f"group {trajectory.group_id} of {trajectory.group_size} is pushed together with group "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from redis.exceptions import OutOfMemoryError
 
 from .. import doors
-from ..errors import Busy, GroupEndedError, RunEndedError, SettingError, TrajectoryError
+from ..errors import Busy, GroupEndedError, RunEndedError, SettingError, StreamadvError, TrajectoryError
 from ..store.exchange import Payloads
 from ..store.keys import ShardKeys
 from ..store.reasons import Reason
@@ -29,6 +29,7 @@ from .tickets import GroupSpec
 
 if TYPE_CHECKING:
     from .announcements import Place
+    from .membership import Membership
 
 Item = TypeVar("Item")
 Reply = Sequence[Any]
@@ -123,15 +124,10 @@ class GroupCall(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Wait so many seconds, or until the producer is closed."""
+    """Wait so many seconds, or until the producer is closed; one that leaves waits on."""
 
     seconds: float
-
-
-class Rest(NamedTuple):
-    """Wait so many seconds, also once it is closed."""
-
-    seconds: float
+    leaves: bool = False
 
 
 class AdmissionPause(NamedTuple):
@@ -154,7 +150,7 @@ class ServerIds(NamedTuple):
 
 
 T = TypeVar("T")
-Attempt = ScriptCall | Push | ColumnsPush | Pause | Rest | AdmissionPause | Memory | ServerIds
+Attempt = ScriptCall | Push | ColumnsPush | Pause | AdmissionPause | Memory | ServerIds
 Request = Attempt | GroupCall
 Steps = Generator[Request, Any, T]
 
@@ -162,12 +158,12 @@ OUT_OF_MEMORY: Final = [b"busy", b"maxmemory", b"0", b"0", b""]
 
 
 def attempts(
-    steps: Steps[T], check_open: Callable[[], None], run: str, *, patient: bool
+    steps: Steps[T], membership: Membership, *, patient: bool, leaves: bool
 ) -> Generator[Attempt, Any, T]:
     """Yield each request of `steps` as often as it takes; receives the reply or an exception.
 
     Calls are repeated until the server answers. Of an impatient one the steps hear that it does not, as of every other
-    error. `check_open` is called before each attempt and raises to end the steps.
+    error. Once the producer is closed, or with `leaves` has left, ProducerClosedError ends the steps before an attempt.
     """
     outage: Outage | None = None  # made when there is one: most calls succeed at once
     reply: Any = None
@@ -177,8 +173,12 @@ def attempts(
         except StopIteration as stop:
             result: T = stop.value
             return result
+        except Exception as error:
+            if not isinstance(error, StreamadvError):
+                membership.check_open(leaves)  # else its connection was closed under it
+            raise
         while True:
-            check_open()
+            membership.check_open(leaves)
             attempt = request.make() if isinstance(request, GroupCall) else request
             reply = yield attempt
             if not isinstance(reply, Exception):
@@ -188,7 +188,7 @@ def attempts(
                 break
             if not isinstance(reply, RETRYABLE) or not patient:
                 break
-            outage = outage or Outage(STAGE, run)
+            outage = outage or Outage(STAGE, membership.run)
             yield Pause(outage.delay_after(reply))
         if outage is not None and not isinstance(reply, Exception):
             outage.over()

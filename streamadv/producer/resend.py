@@ -53,32 +53,26 @@ class ResendWindow:
         self._seconds = seconds
         self._sent: deque[Sent] = deque()
         self._bytes = 0
+        # Each shard's server as of the last check. Read it before sending, because another one may take over then.
         self.servers: dict[int, str | None] = {}
-        """Each shard's server as of the last check. Read it before sending, because another one may take over then."""
         self._lock = renewed_at_fork(threading.Lock())
         self._warned_short = False
+        # Shard whose server was replaced -> when that one has heard every producer that is alive.
         self._settled: dict[int, float] = {}
-        """Shard whose server was replaced -> when that one has heard every producer that is alive."""
+        # Calls for groups that the server did not have at the last check: somebody else may bring them back.
         self.missed = 0
-        """Calls for groups that the server did not have at the last check: somebody else may bring them back."""
+        # Shards that had no room for lost calls at the last check -> number of these calls.
         self.behind: Counter[int] = Counter()
-        """Shards that had no room for lost calls at the last check -> number of these calls."""
 
     @property
     def kept(self) -> int:
         """How many calls would be sent again to another server."""
         return len(self._sent)
 
-    def send(
-        self,
-        shard: int,
-        first_send: Steps[PushResult],
-        send: Callable[..., Steps[PushResult]],
-        *what: Any,
-    ) -> Steps[PushResult]:
-        """Send something without payload, and `remember` it if that has changed anything."""
+    def send(self, shard: int, send: Callable[..., Steps[PushResult]], *what: Any) -> Steps[PushResult]:
+        """`send(*what)`, something without payload, and `remember` it if that has changed anything."""
         server_id = self.servers.get(shard)
-        result = yield from first_send
+        result = yield from send(*what)
         if result.codes:
             server_id = None if self._is_missed(shard, result) else server_id  # None: it is in doubt
             self.remember(shard, server_id, 0, send, *what, opens=False)

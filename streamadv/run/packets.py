@@ -74,7 +74,7 @@ def read_packet(run: Run, shard: int, fields: Mapping[bytes, bytes]) -> StreamPa
         raise WireError(f"epoch is {brief(epoch)}, needs a fencing epoch")
     if not payload and (size != b"0" or any(line.kind == USABLE for line in lines)):
         raise WireError("payload is missing, needs its key")
-    if payload and not is_payload_key(run.keys.shard(shard), payload):
+    if payload and not is_payload_key(run.keys.shards[shard], payload):
         raise WireError(f"payload is {brief(payload)}, needs the key of a payload")
     if payload and size == b"0":
         raise WireError("bytes is 0, needs the size of a payload")

@@ -8,10 +8,10 @@ that means.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from .keys import MANY_KINDS, SINGLE_KINDS, key_patterns
@@ -114,20 +114,13 @@ def acl_line(role: Role, run: str, user: str, password_sha256: str) -> str:
     """
     words = ["user", user, "reset", "on", f"#{password_sha256}"]
     words += [f"+{command}" for command in f"{CONNECTION} {CLUSTER}".split()]
-    return " ".join([*words, *_selectors(role, run)])
-
-
-def _selectors(role: Role, run: str) -> Iterator[str]:
     patterns = key_patterns(run)
     by_commands: dict[str, list[str]] = defaultdict(list)
     for kinds, commands in role.rules.items():
         by_commands[commands] += [f"~{patterns[kind]}" for kind in kinds.split()]
     # A caller needs all rights on the keys that it names for a script; each command of the script is judged by itself.
     if role.scripts:
-        yield _selector("eval evalsha", dict.fromkeys(itertools.chain(*by_commands.values())))
-    for commands, kinds_of_keys in by_commands.items():
-        yield _selector(commands, kinds_of_keys)
-
-
-def _selector(commands: str, patterns: Iterable[str]) -> str:
-    return f"({' '.join([*(f'+{command}' for command in commands.split()), *patterns])})"
+        by_commands = {"eval evalsha": list(dict.fromkeys(chain(*by_commands.values()))), **by_commands}
+    for commands, of_keys in by_commands.items():
+        words.append(f"({' '.join([*(f'+{command}' for command in commands.split()), *of_keys])})")
+    return " ".join(words)

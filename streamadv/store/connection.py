@@ -86,9 +86,6 @@ class _BaseConnection:
         if reason := tls.refusal(error, self._target.options):
             raise SettingError(f"redis URL {self.safe_url!r}: TLS fails with {reason}") from None
 
-    def _wait_for_answer(self, timeout: float | None) -> Wait:
-        return Wait(Blocked(self.safe_url, "waiting for the server", None, first_s=0.0), timeout=timeout)
-
     def _after_failure(self, error: Exception, wait: Wait) -> None:
         """Report a failed attempt to reach the server. Raises ServerUnreachableError when it is time to give up."""
         reason = self._unknown_sentinels() or server_reason(error)
@@ -193,7 +190,7 @@ class Connection(_BaseConnection):
         Raises SettingError as `check`, and ServerUnreachableError after `timeout`; with a timeout it is also raised at
         once for an unknown host name.
         """
-        wait = self._wait_for_answer(timeout)
+        wait = Wait(Blocked(self.safe_url, "waiting for the server", None, first_s=0.0), timeout=timeout)
         while True:
             try:
                 self.check()
@@ -295,7 +292,7 @@ class AsyncConnection(_BaseConnection):
         timeout: float | None = None,  # noqa: ASYNC109  the same arguments as the sync one
     ) -> None:
         """As `Connection.wait_until_ready`."""
-        wait = self._wait_for_answer(timeout)
+        wait = Wait(Blocked(self.safe_url, "waiting for the server", None, first_s=0.0), timeout=timeout)
         while True:
             try:
                 await self.check()

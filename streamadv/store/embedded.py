@@ -32,7 +32,7 @@ from ..errors import ServerError, SettingError
 from ..launcher import ending_with_parent, log_tail
 from ..units import parse_size
 from .acl import password_hash
-from .urls import complete_url
+from .urls import complete_url, host_and_port
 
 APPENDFSYNC: Final = ("everysec", "always", "no")
 ANSWER_SECONDS: Final = 20.0  # from start to an answer; reading a large append-only file may take longer
@@ -113,7 +113,7 @@ class EmbeddedServer:
         if self._unix_socket:
             return f"unix://{self._socket_path}"
         host = LOOPBACK if self._bind in EVERYWHERE else self._bind
-        return f"redis://{f'[{host}]' if ':' in host else host}:{self._port}/0"
+        return f"redis://{host_and_port(host, self._port)}/0"
 
     @property
     def pid(self) -> int:
@@ -363,8 +363,8 @@ def find_server_binary(setting: str | None = None) -> Path:
                 "or valkey-server, or leave it unset"
             )
         version = _version(Path(path))
-        if version is None or version < MIN_VERSION:
-            version_text = "unknown" if version is None else ".".join(map(str, version))
+        if version < MIN_VERSION:
+            version_text = ".".join(map(str, version)) or "unknown"
             raise ServerError(
                 f"STREAMADV_SERVER_BINARY={setting!r} has version {version_text}: Redis 7.0 or Valkey 7.2 "
                 "or newer is needed"
@@ -372,8 +372,7 @@ def find_server_binary(setting: str | None = None) -> Path:
         return Path(path)
     on_path = [shutil.which("redis-server"), shutil.which("valkey-server")]
     for binary in [*(Path(p) for p in on_path if p is not None), *packaged_binaries()]:
-        version = _version(binary)
-        if version is not None and version >= MIN_VERSION:
+        if _version(binary) >= MIN_VERSION:
             return binary
     raise ServerError(
         "no redis-server or valkey-server (Redis 7.0 or Valkey 7.2 or newer) on PATH: "
@@ -388,12 +387,12 @@ def packaged_binaries() -> list[Path]:
     return sorted(p for folder in folders or () for p in Path(folder).glob("_binaries/*/valkey-server"))
 
 
-def _version(binary: Path) -> tuple[int, int] | None:
-    """(major, minor) as the program reports it, or None if it does not run here."""
+def _version(binary: Path) -> tuple[int, ...]:
+    """(major, minor) as the program reports it, or () if it does not run here."""
     try:
         command = [str(binary), "--version"]
         output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        return ()
     match = re.search(r"\bv=(\d+)\.(\d+)", output)
-    return (int(match[1]), int(match[2])) if match else None
+    return tuple(map(int, match.groups())) if match else ()

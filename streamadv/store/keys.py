@@ -32,8 +32,7 @@ RUNS: Final = "streamadv:runs"
 class EntryId(NamedTuple):
     """The id of an entry of a stream, which sorts as its stream does."""
 
-    ms: int
-    """When it was added, by the server's clock."""
+    ms: int  # when it was added, by the server's clock
     number: int
 
     @classmethod
@@ -195,10 +194,7 @@ class RunKeys:
     @property
     def home(self) -> ShardKeys:
         """The shard that also holds what concerns the whole run: session, batches, producers."""
-        return self.shard(0)
-
-    def shard(self, index: int) -> ShardKeys:
-        return self.shards[index]
+        return self.shards[0]
 
     def shard_of(self, group_id: str) -> int:
         """The shard a group lives in: a stable hash, the same in every process and release."""

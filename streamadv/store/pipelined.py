@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import redis.asyncio
@@ -29,16 +30,14 @@ from .retry import classified, not_now
 CLOSED: Final = "connection closed"
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """A call, and what has come of its replies."""
 
-    __slots__ = ("expected", "future", "pieces", "replies")
-
-    def __init__(self, pieces: Sequence[Piece], expected: int, future: asyncio.Future[Any]) -> None:
-        self.pieces = pieces
-        self.expected = expected
-        self.future = future
-        self.replies: list[Any] = []
+    pieces: Sequence[Piece]
+    expected: int
+    future: asyncio.Future[Any]
+    replies: list[Any] = field(default_factory=list)
 
     def end(self) -> Any:
         """Hand on the result, once all replies are there, and return it."""

@@ -51,6 +51,7 @@ from redis.exceptions import NoScriptError
 from .connection import AsyncConnection, Connection
 from .exchange import UNREGISTERED_MS, Client, Payloads, as_buffer
 from .keys import EntryKeys, ShardKeys
+from .pipelined import Pipelined
 from .retry import RETRYABLE, not_now
 
 _LUA = resources.files("streamadv") / "lua"
@@ -80,13 +81,10 @@ class Key(NamedTuple):
     """One name in the KEYS line of a script."""
 
     name: str
-    kinds: tuple[str, ...]
-    """Attributes of ShardKeys or EntryKeys, one of which it is."""
-    from_caller: bool
-    """Whether the caller gives it in full, under this name."""
+    kinds: tuple[str, ...]  # attributes of ShardKeys or EntryKeys, one of which it is
+    from_caller: bool  # whether the caller gives it in full, under this name
     is_list: bool
-    is_declared: bool
-    """Whether it is there for the server only."""
+    is_declared: bool  # whether it is there for the server only
 
     @property
     def is_void(self) -> bool:
@@ -101,8 +99,7 @@ class Script(NamedTuple):
     text: str
     sha: str
     keys: tuple[Key, ...]
-    fence: str | None
-    """Which of the keys has the epoch that fences older callers."""
+    fence: str | None  # which of the keys has the epoch that fences older callers
 
 
 class ScriptCall(NamedTuple):
@@ -146,11 +143,11 @@ def load(name: str) -> Script:
     """The script `name`: its key table, its fence, then its source without indentation and comments."""
     text = source(name)
     keys = parse_keys(text)
-    fence = _FENCE.search(text)
+    fence = found[1] if (found := _FENCE.search(text)) else None
     # In front of the first line, which is a comment and thereby empty: no other line gets another number.
-    text = _prologue(keys, fence[1] if fence else None) + _INDENT_OR_COMMENT.sub("", text)
+    text = _prologue(keys, fence) + _INDENT_OR_COMMENT.sub("", text)
     sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    return Script(name, text, sha, keys, fence[1] if fence else None)
+    return Script(name, text, sha, keys, fence)
 
 
 def parse_keys(text: str) -> tuple[Key, ...]:
@@ -249,17 +246,14 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
     A server that does not know the script is sent its text: the hashes are there, or the script finds them gone.
     """
     client: Any = connection.push
-    if isinstance(client, Client):
+    try:
         try:
-            return client.transact(payloads, ("EVALSHA", call.script.sha, *call.arguments))
+            if isinstance(client, Client):
+                return client.transact(payloads, ("EVALSHA", call.script.sha, *call.arguments))
+            with not_now():
+                return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
         except NoScriptError:
             return client.eval(call.script.text, *call.arguments)
-    try:
-        with not_now():
-            try:
-                return _fill(client.pipeline(transaction=True), payloads, call).execute()[-1]
-            except NoScriptError:
-                return client.eval(call.script.text, *call.arguments)
     except RETRYABLE:
         connection.note_failed_push()
         raise
@@ -267,18 +261,16 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
 
 async def run_transaction_async(connection: AsyncConnection, payloads: Payloads, call: ScriptCall) -> Any:
     """`run_transaction` for asyncio."""
-    if (pipelined := connection.pipelined) is not None:
-        try:
-            return await pipelined.transact(payloads, ("EVALSHA", call.script.sha, *call.arguments))
-        except NoScriptError:
-            return await pipelined.eval(call.script.text, *call.arguments)
+    client: Any = connection.pipelined or connection.push
     try:
-        with not_now():
-            try:
-                async with connection.push.pipeline(transaction=True) as pipe:
+        try:
+            if isinstance(client, Pipelined):
+                return await client.transact(payloads, ("EVALSHA", call.script.sha, *call.arguments))
+            with not_now():
+                async with client.pipeline(transaction=True) as pipe:
                     return (await _fill(pipe, payloads, call).execute())[-1]
-            except NoScriptError:
-                return await connection.push.eval(call.script.text, *call.arguments)
+        except NoScriptError:
+            return await client.eval(call.script.text, *call.arguments)
     except RETRYABLE:
         await connection.note_failed_push()
         raise

@@ -334,7 +334,7 @@ def wait_for_news(
     leader = collector.session if isinstance(collector.session, Leader) else None
     part_ms = max(1, block_ms // len(run.keys.shards))
     for shard in range(len(run.keys.shards)):
-        keys, until, rests = run.keys.shard(shard), clock.now() + part_ms / 1000, False
+        keys, until, rests = run.keys.shards[shard], clock.now() + part_ms / 1000, False
         while (left_ms := round((until - clock.now()) * 1000)) > 0:
             streams: dict[Any, Any] = {keys.results: collector.cursors[shard]}
             if leader is not None and leader.waits_for_groups and not rests:

@@ -1,4 +1,4 @@
-"""The member table: members as bytes, and whether they can be true.
+"""Reads the member table: members as bytes, and whether they can be true.
 
 It travels through the streams beside the payload, so that grouping, planning and outcome estimators never touch a
 column. It has one fixed-width record per trajectory; behind the records stands what only some of them have:
@@ -12,7 +12,7 @@ column. It has one fixed-width record per trajectory; behind the records stands 
     text                                       JSON: names of columns, rewards and entry counts, keys of states
     25 bytes that nobody reads                 if a producer of an earlier release has traced it (flag TRACED)
 
-All numbers are little-endian.
+All numbers are little-endian. `packet_encoding.encode_table` writes it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ..errors import WireError
 from ..messages import brief, one_line
-from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS, versions_of
+from .columns import COLUMN_NAME, KNOWN_COLUMNS, MAX_COLUMNS, REQUIRED_COLUMNS
 from .fields import MAX_SHORT_TEXT
 from .members import (
     BASELINE,
@@ -37,13 +37,9 @@ from .members import (
     HAS_REWARD,
     HAS_VERSION,
     MEMBER,
-    NO_STATE,
-    NO_STEPS,
-    ROLE_FLAGS,
     ROW,
     STATUSES,
     STEP,
-    Checked,
     Members,
     Named,
     join_named,
@@ -60,77 +56,16 @@ MIN_TOKEN_BYTES: Final = sum(KNOWN_COLUMNS[name].itemsize for name in REQUIRED_C
 #: Each member of a packet may have its own.
 MAX_NAMED_REWARDS: Final = MAX_PACKET_MEMBERS * MAX_REWARDS
 
-_HEAD: Final = struct.Struct("<IIII")
-_MEMBER: Final = struct.Struct("<HBBIIIdqqqq")
-_ROW: Final = struct.Struct("<II")
-_STEP: Final = struct.Struct("<IIIId")
+HEAD: Final = struct.Struct("<IIII")
 _SIZE_BYTES: Final = 4  # of the first field
 # Flags of a table.
-_MANY_ROWS: Final = 1
+MANY_ROWS: Final = 1
 _TRACED: Final = 2
 _CONTEXT_BYTES: Final = 25
 # Flags of a member.
 _ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION | EVAL
 #: Texts up to this size are parsed once: most packets of a run have the same.
 _CACHED_TEXT: Final = 1024
-
-
-def members_of(trajectories: Sequence[Checked], sizes: Sequence[int]) -> Members:
-    """Usable trajectories as members. sizes: payload bytes of each. Nothing is checked."""
-    records, rows, steps = [], list[tuple[int, int]](), []
-    states: dict[str, int] = {}
-    for one, size in zip(trajectories, sizes, strict=True):
-        columns = [row.columns for row in one.rows]
-        counts = [(len(row["input_ids"]), int(np.count_nonzero(row["response_mask"]))) for row in columns]
-        rows += counts
-        versions, reward = versions_of(one.model_version, columns), 0.0 if one.reward is None else one.reward
-        flags = ROLE_FLAGS[one.role] | HAS_REWARD * (one.reward is not None)
-        flags |= HAS_VERSION * (versions is not None)
-        record = (one.rollout_index, STATUSES.index(one.status), flags, len(counts), len(one.steps), size)
-        tokens, trainable = map(sum, zip(*counts, strict=True))
-        records.append(_MEMBER.pack(*record, reward, *(versions or (0, 0)), tokens, trainable))
-        for row, start, end, step_reward, key in one.steps:
-            state = NO_STATE if key is None else states.setdefault(key, len(states))
-            steps.append(_STEP.pack(row, start, end, state, step_reward))
-    named = dict.fromkeys(chain.from_iterable([one.rewards for one in trajectories]))
-    extras = [row.extras for one in trajectories for row in one.rows]
-    counted = [name for name, column in extras[0].items() if not column.per_token] if extras else ()
-    return Members(
-        np.frombuffer(b"".join(records), MEMBER),
-        np.frombuffer(b"".join([_ROW.pack(*pair) for pair in rows]), ROW),
-        np.frombuffer(b"".join(steps), STEP) if steps else NO_STEPS,
-        tuple(states),
-        {name: np.array([one.rewards.get(name, np.nan) for one in trajectories]) for name in named},
-        {name: np.array([len(row[name].data) for row in extras], np.uint32) for name in counted},
-    )
-
-
-def encode_table(members: Members, columns: Sequence[str]) -> bytes:
-    """The member table. columns: names of the payload's columns."""
-    count = len(members.table)
-    has_many_rows = len(members.rows) != count
-    names = (tuple(columns), members.states, tuple(members.rewards), tuple(members.entries))
-    text = _text(*names) if members.states else _cached_text(*names)
-    parts = [
-        members.table.tobytes(),
-        members.rows.tobytes() if has_many_rows else b"",
-        members.steps.tobytes(),
-        *(np.asarray(values, "<f8").tobytes() for values in members.rewards.values()),
-        *(np.asarray(counts, "<u4").tobytes() for counts in members.entries.values()),
-        text,
-    ]
-    size = _HEAD.size + sum(map(len, parts))
-    return b"".join([_HEAD.pack(size, count, _MANY_ROWS * has_many_rows, len(text)), *parts])
-
-
-def _text(
-    columns: tuple[str, ...], states: tuple[str, ...], rewards: tuple[str, ...], entries: tuple[str, ...]
-) -> bytes:
-    names = {"columns": tuple(sorted(columns)), "states": states, "rewards": rewards, "entries": entries}
-    return json.dumps({name: texts for name, texts in names.items() if texts}).encode()
-
-
-_cached_text: Final = lru_cache(256)(_text)
 
 
 def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:
@@ -218,18 +153,18 @@ class _Head(NamedTuple):
 
 def _read_head(raw: bytes | memoryview) -> _Head:
     """Raises WireError."""
-    if len(raw) < _HEAD.size:
-        raise WireError(f"member table has {len(raw)} bytes, needs {_HEAD.size} at least")
-    size, count, flags, text_size = _HEAD.unpack_from(raw)
-    if size != len(raw) or flags & ~(_MANY_ROWS | _TRACED) or not 1 <= count <= 2 * MAX_GROUP_SIZE:
+    if len(raw) < HEAD.size:
+        raise WireError(f"member table has {len(raw)} bytes, needs {HEAD.size} at least")
+    size, count, flags, text_size = HEAD.unpack_from(raw)
+    if size != len(raw) or flags & ~(MANY_ROWS | _TRACED) or not 1 <= count <= 2 * MAX_GROUP_SIZE:
         raise WireError(f"member table of {len(raw)} bytes says {size} bytes, {count} members, flags {flags}")
     text_end = size - (_CONTEXT_BYTES if flags & _TRACED else 0)
-    text_at, rest_at = text_end - text_size, _HEAD.size + count * MEMBER.itemsize
+    text_at, rest_at = text_end - text_size, HEAD.size + count * MEMBER.itemsize
     if text_at < rest_at:
         raise WireError(f"member table of {size} bytes has no room for {count} members and their names")
     text = bytes(raw[text_at:text_end])
     names = _cached_names(text) if text_size <= _CACHED_TEXT else _parse_names(text)
-    return _Head(count, bool(flags & _MANY_ROWS), raw[_HEAD.size : rest_at], raw[rest_at:text_at], names)
+    return _Head(count, bool(flags & MANY_ROWS), raw[HEAD.size : rest_at], raw[rest_at:text_at], names)
 
 
 def _cut(head: _Head, num_rows: int, num_steps: int) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:

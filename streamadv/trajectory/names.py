@@ -52,18 +52,9 @@ _FIELDS: Final = (
 #: What a micro-batch or one of its layouts has under these names would hide a column.
 TAKEN_NAMES: Final = frozenset(
     (
-        *(
-            "position_ids",
-            "cu_seqlens",
-            "row_lengths",
-            "row_numbers",
-            "references",
-            "version_spans",
-            "has",
-            "optional",
-        ),
-        *("num_rows", "num_tokens", "columns", "extras", "padded", "prompt_response", "prompt_mask"),
-        "response_attention_mask",
+        *("position_ids", "cu_seqlens", "row_lengths", "row_numbers", "references", "version_spans"),
+        *("has", "optional", "num_rows", "num_tokens", "columns", "extras", "padded"),
+        *("prompt_response", "prompt_mask", "response_attention_mask"),
     )
 )
 #: How alike two names are (0 to 1) of which one is taken for a typing error of the other.

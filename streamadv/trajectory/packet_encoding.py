@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -14,9 +17,23 @@ from pydantic_core import from_json, to_json
 
 from ..errors import TrajectoryError
 from ..messages import brief
-from .columns import HEADER, Array
-from .member_table import decode_table, encode_table, members_of
-from .members import STATUSES, STEP, Checked, offsets, spans
+from .columns import HEADER, Array, versions_of
+from .member_table import HEAD, MANY_ROWS, decode_table
+from .members import (
+    HAS_REWARD,
+    HAS_VERSION,
+    MEMBER,
+    NO_STATE,
+    NO_STEPS,
+    ROLE_FLAGS,
+    ROW,
+    STATUSES,
+    STEP,
+    Checked,
+    Members,
+    offsets,
+    spans,
+)
 from .packet import MAX_PACKET_MEMBERS, REWARD
 from .schema import Role
 
@@ -28,6 +45,9 @@ LARGE_COLUMN: Final = 32 << 10
 MAX_HEADER_BYTES: Final = 1 << 20
 _MEMBERS: Final = b',"members":['  # before the members' parts; no text in the JSON before holds a bare quote
 
+_MEMBER: Final = struct.Struct("<HBBIIIdqqqq")
+_ROW: Final = struct.Struct("<II")
+_STEP: Final = struct.Struct("<IIIId")
 
 NBYTES: Final = attrgetter("nbytes")
 
@@ -241,6 +261,67 @@ def _header_head(group_size: int, data_source: str | None) -> bytes:
     if data_source is not None:
         head["data_source"] = data_source
     return to_json(head)
+
+
+# The member table, see `member_table.py`
+
+
+def members_of(trajectories: Sequence[Checked], sizes: Sequence[int]) -> Members:
+    """Usable trajectories as members. sizes: payload bytes of each. Nothing is checked."""
+    records, rows, steps = [], list[tuple[int, int]](), []
+    states: dict[str, int] = {}
+    for one, size in zip(trajectories, sizes, strict=True):
+        columns = [row.columns for row in one.rows]
+        counts = [(len(row["input_ids"]), int(np.count_nonzero(row["response_mask"]))) for row in columns]
+        rows += counts
+        versions, reward = versions_of(one.model_version, columns), 0.0 if one.reward is None else one.reward
+        flags = ROLE_FLAGS[one.role] | HAS_REWARD * (one.reward is not None)
+        flags |= HAS_VERSION * (versions is not None)
+        record = (one.rollout_index, STATUSES.index(one.status), flags, len(counts), len(one.steps), size)
+        tokens, trainable = map(sum, zip(*counts, strict=True))
+        records.append(_MEMBER.pack(*record, reward, *(versions or (0, 0)), tokens, trainable))
+        for row, start, end, step_reward, key in one.steps:
+            state = NO_STATE if key is None else states.setdefault(key, len(states))
+            steps.append(_STEP.pack(row, start, end, state, step_reward))
+    named = dict.fromkeys(chain.from_iterable([one.rewards for one in trajectories]))
+    extras = [row.extras for one in trajectories for row in one.rows]
+    counted = [name for name, column in extras[0].items() if not column.per_token] if extras else ()
+    return Members(
+        np.frombuffer(b"".join(records), MEMBER),
+        np.frombuffer(b"".join([_ROW.pack(*pair) for pair in rows]), ROW),
+        np.frombuffer(b"".join(steps), STEP) if steps else NO_STEPS,
+        tuple(states),
+        {name: np.array([one.rewards.get(name, np.nan) for one in trajectories]) for name in named},
+        {name: np.array([len(row[name].data) for row in extras], np.uint32) for name in counted},
+    )
+
+
+def encode_table(members: Members, columns: Sequence[str]) -> bytes:
+    """The member table. columns: names of the payload's columns."""
+    count = len(members.table)
+    has_many_rows = len(members.rows) != count
+    names = (tuple(columns), members.states, tuple(members.rewards), tuple(members.entries))
+    text = _text(*names) if members.states else _cached_text(*names)
+    parts = [
+        members.table.tobytes(),
+        members.rows.tobytes() if has_many_rows else b"",
+        members.steps.tobytes(),
+        *(np.asarray(values, "<f8").tobytes() for values in members.rewards.values()),
+        *(np.asarray(counts, "<u4").tobytes() for counts in members.entries.values()),
+        text,
+    ]
+    size = HEAD.size + sum(map(len, parts))
+    return b"".join([HEAD.pack(size, count, MANY_ROWS * has_many_rows, len(text)), *parts])
+
+
+def _text(
+    columns: tuple[str, ...], states: tuple[str, ...], rewards: tuple[str, ...], entries: tuple[str, ...]
+) -> bytes:
+    names = {"columns": tuple(sorted(columns)), "states": states, "rewards": rewards, "entries": entries}
+    return json.dumps({name: texts for name, texts in names.items() if texts}).encode()
+
+
+_cached_text: Final = lru_cache(256)(_text)
 
 
 # What a packet is made of

@@ -270,7 +270,7 @@ def _plan(world: World, producer: Producer) -> Iterator[Callable[[], object]]:
 def _write_values(world: World, group_id: str, values: bytes) -> None:
     """Overwrite the column of a group's packets, wherever they are."""
     run, scripts = open_run(world.connection, world.run_name), world.connection.scripts
-    keys = run.keys.shard(run.keys.shard_of(group_id))
+    keys = run.keys.shards[run.keys.shard_of(group_id)]
     entries = [fields for stream in (keys.rollouts, keys.groups) for _, fields in scripts.xrange(stream)]
     lines = [fields.get(b"payload", b"") for fields in entries if fields[b"group_id"].decode() == group_id]
     lines += [fields.get(b"payloads", b"") for fields in entries if fields[b"group_id"].decode() == group_id]

@@ -121,7 +121,7 @@ def test_a_slot_moves_in_mid_run(cluster: Cluster, run: str) -> None:
         flow.progress()
         for shard in (0, 1):  # the home shard first
             before = {code: met(code) for code in ("ASK", "TRYAGAIN", "MOVED")}
-            with cluster.moving(flow.join().keys.shard(shard).void):
+            with cluster.moving(flow.join().keys.shards[shard].void):
                 until(lambda before=before: met("ASK") > before["ASK"], "ASK was met")  # type: ignore[misc]
                 until(lambda before=before: met("TRYAGAIN") > before["TRYAGAIN"], "TRYAGAIN")  # type: ignore[misc]
             until(lambda before=before: met("MOVED") > before["MOVED"], "MOVED was met")  # type: ignore[misc]

@@ -140,5 +140,5 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def deadlines(joined: Any) -> dict[str, float]:
-    found = joined.connection.scripts.zrange(joined.keys.shard(0).open, 0, -1, withscores=True)
+    found = joined.connection.scripts.zrange(joined.keys.shards[0].open, 0, -1, withscores=True)
     return {name.decode(): float(at) for name, at in found}

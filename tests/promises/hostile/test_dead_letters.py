@@ -46,7 +46,7 @@ from tests.support import (
 
 def spoil_payload(run: Run, group_id: str, column: str, value: bytes) -> None:
     """Damage one stored column of a group whose packet is still in the rollouts stream."""
-    keys = run.keys.shard(run.keys.shard_of(group_id))
+    keys = run.keys.shards[run.keys.shard_of(group_id)]
     for _, fields in run.connection.scripts.xrange(keys.rollouts):
         if fields[b"group_id"].decode() == group_id:
             run.connection.scripts.hset(fields[b"payload"], column, value)
@@ -55,7 +55,7 @@ def spoil_payload(run: Run, group_id: str, column: str, value: bytes) -> None:
 
 
 def spoil_table(run: Run, group_id: str) -> None:
-    keys = run.keys.shard(run.keys.shard_of(group_id))
+    keys = run.keys.shards[run.keys.shard_of(group_id)]
     for entry, fields in run.connection.scripts.xrange(keys.rollouts):
         if fields[b"group_id"].decode() == group_id:
             run.connection.scripts.xdel(keys.rollouts, entry)

@@ -149,7 +149,7 @@ def test_garbage_in_every_stream_while_everything_runs(redis_url: str, shards: i
             for batch in queue:
                 trained |= {reference.group_id for reference in batch.references}
             drained = threading.Event()
-            while run.connection.scripts.xlen(run.keys.shard(shards - 1).work) and not drained.wait(0.05):
+            while run.connection.scripts.xlen(run.keys.shards[shards - 1].work) and not drained.wait(0.05):
                 pass
         assert trained == healthy
     counts = ledger(run)

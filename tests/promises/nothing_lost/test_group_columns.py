@@ -173,7 +173,7 @@ def test_a_group_that_is_dropped_takes_them_along(fake: Connection, end: str) ->
             next(iter(group)).push(**record())
             make_overdue(run, "g")
         else:
-            holders: Any = fake.scripts.hget(run.keys.shard(0).group("g"), "holders")
+            holders: Any = fake.scripts.hget(run.keys.shards[0].group("g"), "holders")
             run.shards[0].call("withdraw", ["g", holders], group="g")
         group_all(run)
         assert stored(run) == 0
@@ -200,7 +200,7 @@ def test_a_group_that_has_lost_them_is_a_dead_letter(fake: Connection) -> None:
     fake.scripts.unlink(group.columns.key)
     queue = TrainerQueue(fake, "r", batch_groups=1, prefetch=0)
     assert not delivered_batch(queue, run)
-    letter: Any = fake.scripts.hgetall(run.keys.shard(0).dead_group("g"))
+    letter: Any = fake.scripts.hgetall(run.keys.shards[0].dead_group("g"))
     assert b"group's columns: payload is gone" in letter[b"detail"]
     assert ledger(run)["dead"] == {"undecodable": 2}
     assert problems(run, deep=False) == []
@@ -226,7 +226,7 @@ def test_a_dead_group_comes_back_with_them(fake: Connection) -> None:
     assert problems(run) == []
     letter = ["1 1-aa", back.entry, "g", "", "undecodable", "test", 2, group.size_bytes]
     run.shards[0].call("dead_letter_group", letter, dead_group="g")
-    run.shards[0].call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shard(0).dead_group("g")])
+    run.shards[0].call("empty_dead", ["purge", -1, "g"], letters=[run.keys.shards[0].dead_group("g")])
     assert stored(run) == 0
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from streamadv.grouping.groups_log import NO_VERSION, LoggedGroup, parse_groups
 from streamadv.store.keys import RunKeys
-from streamadv.trajectory.member_table import encode_table
 from streamadv.trajectory.members import HAS_REWARD, MEMBER, NO_STATE, ROW, STEP, Members, references_of
+from streamadv.trajectory.packet_encoding import encode_table
 from streamadv.trajectory.schema import Trajectory
 from tests.shares import examples
 from tests.support import packets_of, trajectory

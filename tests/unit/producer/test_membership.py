@@ -125,8 +125,8 @@ def test_a_signal_handler_may_use_a_producer_at_any_moment(
     finished: list[bool] = []
     check_open = Membership.check_open
 
-    def check_and_be_signalled(membership: Membership) -> None:
-        check_open(membership)
+    def check_and_be_signalled(membership: Membership, leaves: bool = False) -> None:
+        check_open(membership, leaves)
         if not finished and threading.current_thread() is threading.main_thread():
             finished.append(True)
             producer.finish()

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import WireError
-from streamadv.trajectory.member_table import decode_table, encode_table
+from streamadv.trajectory.member_table import decode_table
 from streamadv.trajectory.members import HAS_VERSION, MEMBER, NO_STATE, Members
+from streamadv.trajectory.packet_encoding import encode_table
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 from tests.shares import examples
 from tests.support import members_in, members_problem
