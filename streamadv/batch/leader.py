@@ -10,8 +10,9 @@ import heapq
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from .. import clock, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entries
@@ -21,10 +22,10 @@ from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
-from .progress import NamedBatch, Progress
+from .progress import NamedBatch
 from .prompts import CARRIED, RunPrompts
-from .record import BatchRecord, NamingSettings, apply, name_batch, read_records
-from .selection import NamingRules, choose, coefficient_of, make_record, running_with
+from .record import BatchRecord, apply, name_batch, read_records
+from .selection import choose, coefficient_of, make_record, running_with
 from .session import Session
 
 
@@ -99,33 +100,27 @@ def server_text(server_ids: Sequence[str | None]) -> str:
     return "; ".join(server_id or "-" for server_id in server_ids)
 
 
+@dataclass(eq=False)
 class Leader(Session):
     """Made by `recovery.take_over`."""
 
-    leads = True
+    leads: ClassVar[bool] = True
+    is_replaced: bool  # a server may not have heard every living producer yet
 
-    def __init__(
-        self,
-        run: Run,
-        settings: NamingSettings,
-        progress: Progress,
-        server_ids: Sequence[str | None],
-        is_replaced: bool,
-    ) -> None:
-        """is_replaced: a server may not have heard every living producer yet."""
-        super().__init__(run, settings, progress, server_ids)
-        self._may_end_from = clock.now() + SETTLE_S if is_replaced else -math.inf
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._may_end_from = clock.now() + SETTLE_S if self.is_replaced else -math.inf
         #: That it has written into the run.
-        self.published_version = progress.version
+        self.published_version = self.progress.version
         #: Whether the last look at the groups logs came to their end, so that nothing fit for a batch follows.
         self.has_scanned_logs = True
-        self._attendance = Attendance(run)
+        self._attendance = Attendance(self.run)
         self._judge_due = 0.0
-        named = [pointer for batch in progress.batches.values() for pointer in batch.record.groups]
-        self._candidates = Candidates(run, named)
+        named = [pointer for batch in self.progress.batches.values() for pointer in batch.record.groups]
+        self._candidates = Candidates(self.run, named)
         #: Last entry of each shard's groups log that was read.
         self.cursors = self._candidates.cursors
-        self.prompts = RunPrompts(run)
+        self.prompts = RunPrompts(self.run)
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and says there what the session has written.
@@ -139,7 +134,7 @@ class Leader(Session):
             pipe.hmget(key, ["epoch", "session"])
         server_ids, replies = run.server_ids_with(pipe)
         own = [str(self.progress.epoch).encode(), self.progress.session.encode()]
-        if server_ids != self._server_ids or any(reply != own for reply in replies):
+        if server_ids != self.server_ids or any(reply != own for reply in replies):
             return False
         self.progress.servers_confirmed(asked, caught_up=not self._candidates.unread)
         return True
@@ -162,7 +157,7 @@ class Leader(Session):
         return is_new
 
     def _name(self, k: int, ended: bool, max_groups: int | None) -> bool:
-        settings, since = self._settings, tracing.now()
+        settings, since = self.settings, tracing.now()
         limit = max_groups or settings.batch_groups
         needed = 1 if ended else min(settings.min_groups, limit)
         ahead = limit * (QUOTA_BATCHES if settings.quotas else 1)
@@ -205,23 +200,8 @@ class Leader(Session):
 
     def _choose(self, k: int, limit: int) -> tuple[list[LoggedGroup], bool]:
         """Up to `limit` groups for batch k, and whether a look at what follows could bring more."""
-        rules = NamingRules(
-            drop_after=self._settings.drop_after,
-            needs=self._settings.needs,
-            quotas=self._settings.quotas,
-            trained=self.progress,
-            tries=self.progress.tries,
-            named={
-                identity(pointer.group_id)
-                for k, batch in self.progress.batches.items()
-                if k >= self.progress.version
-                for pointer in batch.living
-            },
-            rolled_back_above=None if self._settings.keep_rolled_back else self.progress.restored,
-            branch=self.progress.branch,
-        )
         since = tracing.now()
-        fit, unfit = choose(self._candidates, k, limit, rules)
+        fit, unfit = choose(self._candidates, k, limit, self.settings, self.progress)
         if not unfit:
             return fit, False
         # An entry that a server has lost since would make a copy of the one that came again.
@@ -229,7 +209,7 @@ class Leader(Session):
             return [], True  # what the logs hold is not known, so the run must not end by this look
         for start in range(0, len(unfit), CARRIED):
             part = unfit[start : start + CARRIED]
-            drop(self.run, part, self.progress.fence, k, rules.drop_after, self.progress.uncommitted)
+            drop(self.run, part, self.progress.fence, k, self.settings.drop_after, self.progress.uncommitted)
             self.prompts.note_ended(len(part))
         for group, reason in unfit:
             self.dropped.add(k, group, reason)
@@ -251,7 +231,7 @@ class Leader(Session):
     @property
     def _last_nameable(self) -> int:
         """The last batch that may be named at this version."""
-        return self.progress.version + self._settings.prefetch
+        return self.progress.version + self.settings.prefetch
 
     def waits_for_marks(self, k: int) -> Reason | None:
         """Why batch k cannot be named before the training loop marks earlier ones as trained; None if it can."""
@@ -260,14 +240,14 @@ class Leader(Session):
         return Reason(
             "unmarked",
             f"batches {self.progress.version} to {k - 1} are delivered and not marked as trained, prefetch is "
-            f"{self._settings.prefetch}",
+            f"{self.settings.prefetch}",
         )
 
     def could_name(self, max_groups: int | None = None) -> bool:
         """Read on in the groups logs: whether there are enough groups for another batch."""
-        limit = max_groups or self._settings.batch_groups
+        limit = max_groups or self.settings.batch_groups
         self._candidates.read_on(limit)
-        return len(self._candidates) >= min(self._settings.min_groups, limit)
+        return len(self._candidates) >= min(self.settings.min_groups, limit)
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if it has been named."""
@@ -332,15 +312,15 @@ class Leader(Session):
             return False
         if not is_over(self.run, self._attendance):
             return False
-        self.prompts.look()  # before anybody is asked for the last time whether more can come
+        have_begun = self.prompts.look()  # before anybody is asked for the last time whether more can come
         if self.prompts.await_producer(self._attendance):
             return False
-        if self.prompts.have_begun and not is_over(self.run, self._attendance):
+        if have_begun and not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.
         if clock.now() < self._may_end_from or not self.has_same_servers():
             return False
-        if not self.prompts.have_begun:
+        if not have_begun:
             return True
         # No group is open: are prompts to be played again, and by somebody?
         self._candidates.read_on(ALL_GROUPS)
@@ -356,5 +336,5 @@ class Leader(Session):
 
     def publish_end(self, ends: int) -> None:
         """Let the other ranks end before the next batch as well, so many times in all."""
-        servers = server_text(self._server_ids)
+        servers = server_text(self.server_ids)
         self.run.home.call("end_run", [self.progress.fence, self.progress.delivered, ends, servers])

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .. import clock, tracing
+from ..errors import SettingError
 from ..grouping.groups_log import LoggedGroup, Pointer
+from ..messages import brief
 from ..prompts.spec import identity
 from .commit import CommitArguments, StoredResult
 from .record import BatchRecord, Death, Running
@@ -291,3 +293,28 @@ def weights_version(text: str) -> int:
     """The version in '<version> <URI>'; -1 for anything else."""
     version, _, uri = text.partition(" ")
     return int(version) if uri and version.isdecimal() else -1
+
+
+def check_state(state: Mapping[str, Any], run: str) -> None:
+    """Raise SettingError unless `state` is what `state_dict` of a queue of this run returned."""
+    if not isinstance(state, Mapping):
+        raise SettingError(f"state is {brief(state)}: give what state_dict() returned")
+    missing = {"run", "version", "groups"} - state.keys()
+    if missing:
+        raise SettingError(f"state has no {sorted(missing)[0]!r}: give what state_dict() returned")
+    version, number = state["version"], state.get("format", STATE_FORMAT)
+    if type(number) is not int or not 0 <= number <= STATE_FORMAT:
+        raise SettingError(
+            f"state has format {brief(number)}, this release reads up to {STATE_FORMAT}: use the release that "
+            "has written it, or a later one"
+        )
+    if type(version) is not int or version < 0:
+        raise SettingError(f"version of the state is {brief(version)}: give what state_dict() returned")
+    groups = state["groups"]
+    if not (isinstance(groups, list) and all(isinstance(group_id, str) for group_id in groups)):
+        raise SettingError("groups of the state are no list of ids: give what state_dict() returned")
+    if state["run"] != run:
+        raise SettingError(
+            f"state is of run {state['run']!r}, this queue reads {run!r}: load the state of a checkpoint of this run, "
+            "or none where the run begins with those weights"
+        )

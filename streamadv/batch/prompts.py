@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container
 from typing import Any, Final
 
 from ..errors import SettingError
@@ -53,7 +53,16 @@ class RunPrompts:
     def save(self, progress: Progress) -> None:
         """Note in the progress what belongs into a checkpoint of the present version."""
         for prompts in self.carry():
-            progress.prompts[prompts.name] = _saved(read(self._run, prompts))
+            stored = read(self._run, prompts)
+            progress.prompts[prompts.name] = {
+                "set": stored.prompts.to_text(),
+                "born": stored.born,
+                "next": stored.following,
+                "left": sorted(stored.entries),
+                "ended": sorted(stored.ended),
+                "counts": stored.counters,
+                "given_up": stored.given_up,
+            }
         progress.groups_saved = progress.groups
 
     def restore(self, progress: Progress) -> None:
@@ -81,7 +90,18 @@ class RunPrompts:
 
     def _set_back(self, prompts: PromptSet, saved: dict[str, Any], progress: Progress) -> bool:
         following = saved.get("next", [0] * len(prompts.sources))
-        begun, ended, counters = _at_checkpoint(prompts, following, saved, progress.groups_saved)
+        # What was begun and had not ended in the checkpoint, what had ended above `following`, and its counters.
+        begun, ended, counters = [], list(saved.get("ended", [])), Counter(saved.get("counts", {}))
+        trained = set(map(identity, progress.groups_saved))
+        for item in saved.get("left", []):
+            source, position = map(int, item.split())
+            _, epoch, _ = place = prompts.locate(source, position)
+            if identity(prompts.id_of(place, 0)) not in trained:
+                begun.append(item)
+                continue
+            counters[f"{TRAINED} {source} {epoch}"] += 1
+            if position >= following[source - 1]:
+                ended.append(item)
         args = [progress.fence, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
         saved_in = progress.loaded_epoch if progress.loaded else progress.epoch
         args += [-1 if progress.is_set_back else saved_in, saved.get("given_up", 0)]
@@ -92,9 +112,10 @@ class RunPrompts:
 
     # The end of a run
 
-    def look(self) -> None:
-        """Note what there is, for `are_left`."""
+    def look(self) -> bool:
+        """Note what there is, for what follows. Returns whether some were begun and have not ended."""
         self._seen = [read(self._run, prompts) for prompts in self.carry()]
+        return any(stored.entries for stored in self._seen)
 
     def are_left(self, known: Container[str], progress: Progress, attendance: Attendance) -> bool:
         """Whether of the prompts of the last look some are still to be played, though no group was open since.
@@ -124,11 +145,6 @@ class RunPrompts:
         """How many had not ended at the last look."""
         return sum(stored.unbegun + len(stored.entries) for stored in self._seen)
 
-    @property
-    def have_begun(self) -> bool:
-        """Whether some were begun and had not ended at the last look."""
-        return any(stored.entries for stored in self._seen)
-
     def will_begin(self, attendance: Attendance) -> bool:
         """Whether some were not begun at the last look, and somebody loops over them, who may wait for a batch."""
         return any(stored.unbegun and attendance.has_loop(stored.prompts.name) for stored in self._seen)
@@ -155,37 +171,3 @@ class RunPrompts:
             # Under a shard of its own: no cursor of a real one moves.
             call = end(self._run.keys.home, stored.prompts, ends, (-1, "", ""), True)
             run_script(self._run.connection.scripts, call)
-
-
-def _saved(stored: Stored) -> dict[str, Any]:
-    """A set for a checkpoint."""
-    return {
-        "set": stored.prompts.to_text(),
-        "born": stored.born,
-        "next": stored.following,
-        "left": sorted(stored.entries),
-        "ended": sorted(stored.ended),
-        "counts": stored.counters,
-        "given_up": stored.given_up,
-    }
-
-
-def _at_checkpoint(
-    prompts: PromptSet, following: list[int], saved: dict[str, Any], groups: Iterable[str]
-) -> tuple[list[str], list[str], Mapping[str, int]]:
-    """What was begun and had not ended in a checkpoint, what had ended above `following`, and its counters.
-
-    groups: those in its weights.
-    """
-    left, ended, counters = [], list(saved.get("ended", [])), Counter(saved.get("counts", {}))
-    trained = {identity(group_id) for group_id in groups}
-    for item in saved.get("left", []):
-        source, position = map(int, item.split())
-        _, epoch, _ = place = prompts.locate(source, position)
-        if identity(prompts.id_of(place, 0)) not in trained:
-            left.append(item)
-            continue
-        counters[f"{TRAINED} {source} {epoch}"] += 1
-        if position >= following[source - 1]:
-            ended.append(item)
-    return left, ended, counters

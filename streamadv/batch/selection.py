@@ -8,8 +8,8 @@ counts once.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any, Final
 
@@ -21,65 +21,52 @@ from ..algorithms.kl import adapted_coefficient
 from ..algorithms.packed import PackedBatch
 from ..algorithms.packing import pack_members
 from ..algorithms.rewards import RunningMoments
-from ..errors import ArgumentError
+from ..errors import ArgumentError, SettingError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout
-from ..prompts.spec import identity
-from .record import BatchRecord, Running
+from ..messages import brief
+from ..prompts.spec import identity, is_number
+from .progress import Progress
+from .record import BatchRecord, NamingSettings, Running
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
 
-@dataclass(frozen=True, slots=True)
-class NamingRules:
-    """What decides whether a group goes into a batch."""
+def reason_against(group: LoggedGroup, k: int, settings: NamingSettings, progress: Progress) -> str | None:
+    """Why the group is dropped instead of trained on at version k, or None."""
+    if group.malformed:
+        return "malformed"
+    if group.group_id in progress:
+        as_trained = progress.tries.get(identity(group.group_id), group.group_id)
+        return "trained" if as_trained == group.group_id else "repeated"
+    if group.problem is not None:
+        return "dead:undecodable"
+    restored, version = progress.restored, group.version
+    is_above = restored is not None and version is not None and version > restored
+    # `branch`: an epoch that was taken again after a restart of the server does not count.
+    if is_above and group.begun_epoch < progress.branch and not settings.keep_rolled_back:
+        return "rolled_back"
+    if settings.drop_after is not None and group.sums.oldest < k - settings.drop_after:
+        return "stale"
+    return "dead:missing_column" if missing_columns(group, settings) else None
 
-    drop_after: int | None  # versions
-    needs: frozenset[str] = frozenset()  # columns that producers must have pushed
-    trained: Container[str] = frozenset()  # ids of the groups in the weights
-    rolled_back_above: int | None = None  # version restored by load_state_dict
-    #: Epoch that load_state_dict took. Epochs taken again after a restart of the server do not count.
-    branch: int = 0
-    #: Data source -> weight. Without any, the oldest groups make a batch.
-    quotas: Mapping[str, float] = field(default_factory=dict)
-    named: Container[str] = frozenset()  # groups in batches that are yet to be trained, by `identity`
-    tries: Mapping[str, str] = field(default_factory=dict)  # of prompts in the weights: prompt -> group
 
-    def reason_against(self, group: LoggedGroup, k: int) -> str | None:
-        """Why the group is dropped instead of trained on at version k, or None."""
-        if group.malformed:
-            return "malformed"
-        if group.group_id in self.trained:
-            as_trained = self.tries.get(identity(group.group_id), group.group_id)
-            return "trained" if as_trained == group.group_id else "repeated"
-        if group.problem is not None:
-            return "dead:undecodable"
-        restored = self.rolled_back_above
-        if (
-            restored is not None
-            and group.version is not None
-            and group.version > restored
-            and group.begun_epoch < self.branch
-        ):
-            return "rolled_back"
-        if self.drop_after is not None and group.sums.oldest < k - self.drop_after:
-            return "stale"
-        return "dead:missing_column" if self.missing_columns(group) else None
-
-    def missing_columns(self, group: LoggedGroup) -> list[str]:
-        """Columns that the chain needs and some packet of the group was pushed without."""
-        return sorted({name for packet in group.packets for name in self.needs.difference(packet.columns)})
+def missing_columns(group: LoggedGroup, settings: NamingSettings) -> list[str]:
+    """Columns that the chain needs and some packet of the group was pushed without."""
+    return sorted({name for packet in group.packets for name in settings.needs.difference(packet.columns)})
 
 
 def choose(
-    candidates: Iterable[LoggedGroup], k: int, batch_groups: int, rules: NamingRules
+    candidates: Iterable[LoggedGroup], k: int, batch_groups: int, settings: NamingSettings, progress: Progress
 ) -> tuple[list[LoggedGroup], list[tuple[LoggedGroup, str]]]:
     """The first `batch_groups` groups fit for batch k, and those before them to be dropped, with the reason.
 
     A group of a named batch that stands in the log again, because a server lost it, waits until the batch is trained.
     So does another try of a prompt that is chosen. With quotas all candidates are judged, and `share_out` chooses.
     """
-    most = None if rules.quotas else batch_groups
+    most = None if settings.quotas else batch_groups
+    untrained = [batch for number, batch in progress.batches.items() if number >= progress.version]
+    named = {identity(pointer.group_id) for batch in untrained for pointer in batch.living}
     fit: list[LoggedGroup] = []
     unfit: list[tuple[LoggedGroup, str]] = []
     chosen: set[str] = set()
@@ -88,11 +75,11 @@ def choose(
         if len(fit) == most:
             break
         prompt = identity(group.group_id)
-        if prompt in rules.named or (prompt in prompts and group.group_id not in chosen):
+        if prompt in named or (prompt in prompts and group.group_id not in chosen):
             continue
-        reason = rules.reason_against(group, k)
+        reason = reason_against(group, k, settings, progress)
         if reason == "dead:missing_column":
-            columns = rules.missing_columns(group)
+            columns = missing_columns(group, settings)
             late = ", ".join(f"{name!r}: function" for name in columns)
             problem = f"pushed without {', '.join(columns)}, which the chain needs: push it, or give late={{{late}}}"
             unfit.append((replace(group, problem=problem), reason))
@@ -104,7 +91,19 @@ def choose(
             fit.append(group)
             chosen.add(group.group_id)
             prompts.add(prompt)
-    return share_out(fit, batch_groups, rules.quotas) if rules.quotas else fit, unfit
+    return share_out(fit, batch_groups, settings.quotas) if settings.quotas else fit, unfit
+
+
+def check_quotas(quotas: object) -> dict[str, float]:
+    """The weights, {} for None. Raises SettingError for what is no mapping of sources to numbers above 0."""
+    if quotas is None:
+        return {}
+    if not isinstance(quotas, Mapping) or not quotas:
+        raise SettingError(f"quotas is {brief(quotas)}, needs a mapping of data sources to weights, or None")
+    for source, weight in quotas.items():
+        if not isinstance(source, str) or not is_number(weight) or weight <= 0:
+            raise SettingError(f"quotas[{brief(source)}] is {brief(weight)}, needs a number above 0")
+    return {source: float(weight) for source, weight in quotas.items()}
 
 
 def share_out(

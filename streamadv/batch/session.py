@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from .. import tracing
 from ..algorithms.chain.config import ChainConfig
@@ -27,23 +28,21 @@ from .record import BatchRecord, Death, NamingSettings, find_record
 from .selection import coefficients_after
 
 
+@dataclass(eq=False)
 class Session:
     """What rank 0 (`leader.Leader`) and the other ranks (`Follower`) have in common."""
 
-    leads = False  # whether this is rank 0
+    leads: ClassVar[bool] = False  # whether this is rank 0
+    run: Run
+    settings: NamingSettings
+    progress: Progress
+    server_ids: Sequence[str | None]  # asked before anything else of the session was read or written
 
-    def __init__(
-        self, run: Run, settings: NamingSettings, progress: Progress, server_ids: Sequence[str | None]
-    ) -> None:
-        """server_ids: of the run, asked before anything else of the session was read or written."""
-        self.run = run
-        self.progress = progress
+    def __post_init__(self) -> None:
         #: Groups dropped while batches were named, until somebody reports and clears them.
-        self.dropped = DroppedGroups(run.name)
-        self._settings = settings
-        self._server_ids = server_ids
-        self._chain = ChainConfig.model_validate(settings.chain)
-        progress.kl = progress.kl or {}
+        self.dropped = DroppedGroups(self.run.name)
+        self._chain = ChainConfig.model_validate(self.settings.chain)
+        self.progress.kl = self.progress.kl or {}
 
     # A named batch
 
@@ -64,7 +63,7 @@ class Session:
     def note_trained(self, record: BatchRecord, kl: float | None = None, trajectories: int = 0) -> None:
         """The batch is in the weights, so many trajectories with this mean KL, whatever the server knows."""
         if record.k >= self.progress.version:
-            progress, prefetch = self.progress, self._settings.prefetch
+            progress, prefetch = self.progress, self.settings.prefetch
             progress.kl = coefficients_after(
                 self._chain, prefetch, progress.kl or {}, record.k, kl, trajectories
             )
@@ -154,20 +153,11 @@ def _join_branch(run: Run, progress: Progress, hold: Hold) -> None:
         progress.claimed = hold.branch
 
 
+@dataclass(eq=False)
 class Follower(Session):
     """Made by `join`."""
 
-    def __init__(
-        self,
-        run: Run,
-        settings: NamingSettings,
-        progress: Progress,
-        server_ids: Sequence[str | None],
-        hold: Hold,
-    ) -> None:
-        """hold: rank 0's, as it was joined."""
-        super().__init__(run, settings, progress, server_ids)
-        self._hold = hold
+    hold: Hold  # rank 0's, as it was joined
 
     def has_same_servers(self) -> bool:
         """Whether every shard is still on the server it was on, and rank 0 has the run as it was joined."""
@@ -175,21 +165,21 @@ class Follower(Session):
         pipe.hmget(self.run.keys.home.session, list(Hold._fields))
         server_ids, [stored] = self.run.server_ids_with(pipe)
         hold = as_hold(stored)
-        if server_ids != self._server_ids or hold != self._hold._replace(committed=hold.committed):
+        if server_ids != self.server_ids or hold != self.hold._replace(committed=hold.committed):
             return False
-        self._hold = hold
+        self.hold = hold
         self.progress.follow(hold.committed)
         return True
 
     def find(self, k: int) -> BatchRecord | None:
         """The record of batch k, if rank 0 has named it."""
         record = find_record(self.run, k)
-        if record is None and k < self._hold.committed:
+        if record is None and k < self.hold.committed:
             text = f"batch {k} is committed and this rank has not had it"
             if self.progress.has_delivered:
                 raise BatchLostError(f"{text}: restart the trainer from its checkpoint")
-            raise NotHeldError(f"{text}: waiting for another rank 0 of job {self._hold.job}")
-        if record is not None and k >= self.progress.delivered and not record.is_for(self._settings):
+            raise NotHeldError(f"{text}: waiting for another rank 0 of job {self.hold.job}")
+        if record is not None and k >= self.progress.delivered and not record.is_for(self.settings):
             raise NotHeldError(
                 f"batch {k} is named for another chain than this rank's: waiting for rank 0 to name it again. All "
                 "ranks need the same chain and late columns"

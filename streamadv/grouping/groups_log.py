@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -198,8 +198,8 @@ def _parse_entry(
         problem = f"{error.args[0].decode()} is missing"
     except ValueError as error:
         problem = first_problem(error)
-    nothing = LoggedGroup(shard, entry.decode(), "", 0, None, "", 0, 0, None, (), 0)
-    return replace(nothing, problem=problem, malformed=True), None
+    nothing = (shard, entry.decode(), "", 0, None, "", 0, 0, None, (), 0)
+    return LoggedGroup(*nothing, problem=problem, malformed=True), None
 
 
 def payload_lines(text: str, prefix: str) -> tuple[list[PacketLine], list[StoredColumns]]:

@@ -45,6 +45,10 @@ SWEEP_COUNT: Final = 64
 SCORES_COUNT: Final = 64
 #: Pages of a list with foreign items that are removed before anything else is done.
 FOREIGN_PAGES: Final = 16
+#: Open groups whose owners are asked for in one call.
+PAGE: Final = 256
+#: Whom a group belongs to: name of a producer, and its instance.
+OWNER: Final = re.compile(rb"(.*) ([0-9]{1,15})", re.DOTALL)
 
 _INDEX: Final = re.compile(r"[0-9]{1,4}")
 
@@ -54,7 +58,9 @@ class Housekeeping:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._lost = LostProducers(run)
+        self._attendance = Attendance(run)
+        self._first_alive: dict[bytes, int] = {}  # of each producer, its first instance that may be alive
+        self._lost_due = -math.inf
         self._judged = clock.now()  # when it was last seen whether many groups end short
         self._counters: Counter[str] | None = None  # of the ledger then, or at the first look
 
@@ -62,7 +68,7 @@ class Housekeeping:
         """Once through everything; False when there was more than fits into HOUSEKEEPING_SLICE_S."""
         run, until = self._run, clock.now() + HOUSEKEEPING_SLICE_S
         run.refresh()
-        self._lost.look()
+        self.look_for_lost()
         self._warn_of_short_groups()
         done, memory = True, run.connection.memory()
         for shard in run.shards:
@@ -78,6 +84,48 @@ class Housekeeping:
             done = done and not more_due and not more_kept and not swept
         carry_ends(run)
         return done
+
+    def look_for_lost(self) -> None:
+        """Find out who is lost, and what prompts and groups are theirs. Without pacing groups may stay.
+
+        All is looked through whenever the list has changed, and every HEARTBEAT_S: a server may lose what was done.
+        """
+        self._attendance.look()
+        first_alive, now = self._attendance.first_alive, clock.now()
+        if first_alive == self._first_alive and now < self._lost_due:
+            return
+        self._first_alive, self._lost_due = first_alive, now + HEARTBEAT_S
+        give_back_of_lost(self._run, first_alive)
+        abandoned = [self._abandon(shard) for shard in self._run.shards]
+        if any(abandoned):  # tickets of a lost producer may open more meanwhile
+            self._lost_due = now
+
+    def _abandon(self, shard: Shard) -> int:
+        """How many groups no longer count. Pacing bounds how many are open, so they are read one by one."""
+        abandoned, max_staleness = 0, shard.connection.scripts.hget(shard.keys.trainer, "max_staleness")
+        # Open groups count in admission if the trainer says so, or the manifest before there is one.
+        if max_staleness == b"" or (max_staleness is None and self._run.manifest.max_staleness is None):
+            return 0
+        open_groups: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
+        for start in range(0, len(open_groups), PAGE):
+            members = open_groups[start : start + PAGE]
+            pipe = shard.connection.scripts.pipeline(transaction=False)
+            for member in members:
+                pipe.hget(shard.keys.group("").encode() + member, "producer")
+            groups = defaultdict[bytes, list[str]](list)  # by who was the last to open, push to or touch them
+            for member, owner in zip(members, replies_of(pipe), strict=True):
+                groups[owner or b""].append(member.decode(errors="replace"))
+            for owner, ids in groups.items():
+                match = OWNER.fullmatch(owner)  # nobody plays those of b""
+                if match is None or int(match[2]) >= self._first_alive.get(match[1], 0):
+                    continue
+                count: int = shard.call("abandon", [owner, *ids], group_hashes=map(shard.keys.group, ids))
+                if count:
+                    abandoned += count
+                    text = "producer %s is lost or was started again: %d of its groups do not count in pacing"
+                    fields = log_fields("producer_lost", run=shard.run, role=GROUPER)
+                    logger.warning(text, as_text(match[1]), count, extra=fields)
+        return abandoned
 
     def _warn_of_short_groups(self) -> None:
         """Log a warning if many groups ended short since the last judgement."""
@@ -311,60 +359,3 @@ def loss_of(counters: Mapping[str, int]) -> Loss:
     short = [dropped.pop(reason) for reason in SHORT]
     usable = counters.get("pushed", 0) - sum(dropped.values())
     return Loss(sum(ended[ending] for ending in SHORT), sum(ended.values()), sum(short), usable)
-
-
-PAGE: Final = 256
-#: Whom a group belongs to: name of a producer, and its instance.
-OWNER: Final = re.compile(rb"(.*) ([0-9]{1,15})", re.DOTALL)
-
-
-class LostProducers:
-    """What one grouper knows of producers that are lost."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._attendance = Attendance(run)
-        self._first_alive: dict[bytes, int] = {}  # of each producer, its first instance that may be alive
-        self._due = -math.inf
-
-    def look(self) -> None:
-        """Find out who is lost, and what prompts and groups are theirs. Without pacing groups may stay.
-
-        All is looked through whenever the list has changed, and every HEARTBEAT_S: a server may lose what was done.
-        """
-        self._attendance.look()
-        first_alive, now = self._attendance.first_alive, clock.now()
-        if first_alive == self._first_alive and now < self._due:
-            return
-        self._first_alive, self._due = first_alive, now + HEARTBEAT_S
-        give_back_of_lost(self._run, first_alive)
-        abandoned = [self._abandon(shard) for shard in self._run.shards]
-        if any(abandoned):  # tickets of a lost producer may open more meanwhile
-            self._due = now
-
-    def _abandon(self, shard: Shard) -> int:
-        """How many groups no longer count. Pacing bounds how many are open, so they are read one by one."""
-        abandoned, max_staleness = 0, shard.connection.scripts.hget(shard.keys.trainer, "max_staleness")
-        # Open groups count in admission if the trainer says so, or the manifest before there is one.
-        if max_staleness == b"" or (max_staleness is None and self._run.manifest.max_staleness is None):
-            return 0
-        open_groups: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
-        for start in range(0, len(open_groups), PAGE):
-            members = open_groups[start : start + PAGE]
-            pipe = shard.connection.scripts.pipeline(transaction=False)
-            for member in members:
-                pipe.hget(shard.keys.group("").encode() + member, "producer")
-            groups = defaultdict[bytes, list[str]](list)  # by who was the last to open, push to or touch them
-            for member, owner in zip(members, replies_of(pipe), strict=True):
-                groups[owner or b""].append(member.decode(errors="replace"))
-            for owner, ids in groups.items():
-                match = OWNER.fullmatch(owner)  # nobody plays those of b""
-                if match is None or int(match[2]) >= self._first_alive.get(match[1], 0):
-                    continue
-                count: int = shard.call("abandon", [owner, *ids], group_hashes=map(shard.keys.group, ids))
-                if count:
-                    abandoned += count
-                    text = "producer %s is lost or was started again: %d of its groups do not count in pacing"
-                    fields = log_fields("producer_lost", run=shard.run, role=GROUPER)
-                    logger.warning(text, as_text(match[1]), count, extra=fields)
-        return abandoned

@@ -53,7 +53,11 @@ class WholeGroups:
     def take(self, most: int) -> Taken:
         """What need not be held any longer: groups of `most` members together, one group at least."""
         taken, whole, members = Taken([], [], []), dict[Group, int](), 0
-        for group, slots in self._slots().items():
+        pipe = self._run.connection.scripts.pipeline(transaction=False)
+        for index, group_id in self._held:
+            pipe.hget(self._run.shards[index].keys.group(group_id), "slots")
+        slot_maps = pipe.execute() if self._held else []
+        for group, slots in zip(list(self._held), slot_maps, strict=True):  # None of a group that has ended
             if slots is None:
                 taken.ended.extend(self._held.pop(group).values())
             elif slots and FREE not in slots:
@@ -65,13 +69,6 @@ class WholeGroups:
             taken.whole.extend(packets)
             self._held.pop(group)
         return taken
-
-    def _slots(self) -> dict[Group, bytes | None]:
-        """The slot maps of the groups that are held; None of one that has ended."""
-        pipe = self._run.connection.scripts.pipeline(transaction=False)
-        for index, group_id in self._held:
-            pipe.hget(self._run.shards[index].keys.group(group_id), "slots")
-        return dict(zip(self._held, pipe.execute() if self._held else (), strict=True))
 
     def _scored_here(
         self, whole: Mapping[Group, int], gone: list[Entry]

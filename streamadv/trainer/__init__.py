@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `queue.py`: the object that a training loop uses. `arguments.py`: checks of its arguments.
+- `queue.py`: the object that a training loop uses.
 - `loop.py`: waits for the next batch and hands it out. `session.py`: a rank's trainer sessions, what the loop
   reports, and its heartbeat.
 - `collect.py`: one rank's work for one batch. `plan.py` shares rows among ranks and micro-batches; `fetch.py` reads

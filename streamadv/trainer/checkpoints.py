@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import doors
-from ..batch.progress import Progress
+from ..batch.progress import Progress, check_state
 from ..errors import CheckpointError, SettingError
-from ..messages import log_fields, one_line
-from .arguments import check_state
+from ..messages import brief, log_fields, one_line
 from .together import Together
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,13 @@ BEGINNING: Final = "beginning"
 
 _VERSION: Final = re.compile(r"0|[1-9][0-9]{0,14}")
 _LEFT: Final = re.compile(r"\.([0-9]+)\.(unfinished|replaced|removed)(\.[0-9a-f]+)?")
+
+
+def folder_of(folder: object) -> Path:
+    """The argument `folder`. Raises SettingError for what is no path."""
+    if not isinstance(folder, str | os.PathLike):
+        raise SettingError(f"folder is {brief(folder)}, needs a path")
+    return Path(folder)
 
 
 def write_state(checkpoint: Path, state: Mapping[str, Any]) -> None:

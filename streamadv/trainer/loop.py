@@ -226,11 +226,9 @@ class Loop:
             self._watchdog.look_at_commits(len(progress.batches), trained, progress.committed)
         batch.metrics.clear()
         batch.metrics.update(named(figures))
-        if self._watchdog is not None:
-            observe(batch)
-            self._look_at_advantages(batch)
-
-    def _look_at_advantages(self, batch: Batch) -> None:
+        if self._watchdog is None:
+            return
+        observe(batch)
         ends = [batch.metrics.get(f"critic/advantages/{end}") for end in ("min", "max")]
         self._flat = self._flat + 1 if ends == [0.0, 0.0] else 0
         if self._flat == FLAT_BATCHES:

@@ -11,8 +11,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -20,22 +21,17 @@ from .. import metrics
 from ..algorithms.chain import build_chain
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.device import Device, choose_device
-from ..batch.progress import DURABILITY_WINDOW_S, Progress
+from ..batch.progress import DURABILITY_WINDOW_S, Progress, check_state
 from ..batch.record import NamingSettings, read_records
+from ..batch.selection import check_quotas
 from ..errors import SettingError
 from ..messages import brief, check_number, log_fields, whole_number
+from ..prompts.spec import is_number
 from ..run.manifest import RunSettings, given_settings
 from ..settings import run_name
 from ..status.watchdog import Limits
 from ..store.connection import Connection
-from .arguments import (
-    check_arguments,
-    check_folder,
-    check_quotas,
-    check_state,
-    check_weights,
-)
-from .checkpoints import find_start, read_start, saving
+from .checkpoints import find_start, folder_of, read_start, saving
 from .collect import STAGE
 from .late_columns import LateColumn, check_late, pushed_columns
 from .loop import Loop
@@ -45,6 +41,8 @@ from .session import Commit, Mark, Sessions
 from .together import Together
 
 logger = logging.getLogger(__name__)
+
+MAX_URI_CHARS: Final = 2048
 
 
 class TrainerQueue(IterableDataset[Batch]):
@@ -136,11 +134,21 @@ class TrainerQueue(IterableDataset[Batch]):
         drop_after = whole_number("drop_after", drop_after, or_none=True)
         prefetch = whole_number("prefetch", prefetch)
         max_filtered_batches = whole_number("max_filtered_batches", max_filtered_batches, 1, or_none=True)
-        check_arguments(
-            *(rank, world_size, batch_groups, min_groups, mark, commit),
-            numbers={"durability_window": durability_window, "min_kept_ratio": min_kept_ratio},
-            flags={"keep_groups": keep_groups, "keep_rolled_back": keep_rolled_back},
-        )
+        if rank >= world_size:
+            raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
+        if min_groups is not None and min_groups > batch_groups:
+            raise SettingError(f"min_groups is {min_groups}, needs batch_groups ({batch_groups}) or less")
+        if mark not in ("auto", "explicit"):
+            raise SettingError(f"mark is {brief(mark)}, needs 'auto' or 'explicit'")
+        if commit not in ("each_batch", "manual"):
+            raise SettingError(f"commit is {brief(commit)}, needs 'each_batch' or 'manual'")
+        numbers = {"durability_window": durability_window, "min_kept_ratio": min_kept_ratio}
+        for name, number in numbers.items():
+            if not is_number(number) or number < 0:
+                raise SettingError(f"{name} is {brief(number)}, needs a number, 0 or more")
+        for name, flag in {"keep_groups": keep_groups, "keep_rolled_back": keep_rolled_back}.items():
+            if not isinstance(flag, bool):
+                raise SettingError(f"{name} is {brief(flag)}, needs True or False")
         quotas = check_quotas(quotas)
         late = check_late(late)
         settings = given_settings(settings)
@@ -328,20 +336,16 @@ class TrainerQueue(IterableDataset[Batch]):
         EpochFencedError.
         """
         keep = whole_number("keep", keep, 1)
-        check_folder(folder)
+        path = folder_of(folder)
         state = self.state_dict()
         self._sessions.warn_of_batch_in_hand()
         if not self._saves.acquire(blocking=False):
             raise SettingError("a checkpoint is being saved: leave its block before the next one")
         try:
-
-            def look() -> (
-                None
-            ):  # raises if another trainer has the run, or this rank's last batch is named again
-                self._loop.patiently(self._sessions.at_hand)
-
-            with saving(Path(folder), keep, state, self._together, look, self.commit) as path:
-                yield path
+            # Raises if another trainer has the run, or this rank's last batch is named again.
+            look = partial(self._loop.patiently, self._sessions.at_hand)
+            with saving(path, keep, state, self._together, look, self.commit) as unfinished:
+                yield unfinished
         finally:
             self._saves.release()
 
@@ -354,8 +358,7 @@ class TrainerQueue(IterableDataset[Batch]):
         Raises SettingError for a run that has committed batches while the folder has no checkpoint, for a checkpoint of
         another run or of a later release, or one that cannot be read, and CheckpointError if another rank fails.
         """
-        check_folder(folder)
-        folder, together = Path(folder), self._together
+        folder, together = folder_of(folder), self._together
         together.begin()
         while True:
             with together.step(alone=True) as found:
@@ -439,3 +442,9 @@ class TrainerQueue(IterableDataset[Batch]):
         self._sessions.close()
         if self._owns_connection:
             self._connection.close()
+
+
+def check_weights(uri: str | None) -> None:
+    """Raise SettingError unless it is None or a URI that fits into one line."""
+    if uri is not None and not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and uri.isprintable()):
+        raise SettingError(f"weights is {brief(uri)}, needs a URI of at most {MAX_URI_CHARS} characters")

@@ -170,7 +170,7 @@ class Sessions:
         if self.rank.number == 0:
             begins = self.progress.began is None
             session = take_over(run, self.naming, self.progress)
-            self._warns_of_history = self._warns_of_history or begins
+            self._warns_of_history |= begins and self.progress.version > 0
         else:
             session = join(run, self.naming, self.progress)
         self._session, self._is_stale = session, False
@@ -264,8 +264,6 @@ class Sessions:
     def _warn_of_history(self) -> None:
         """A run with history and no checkpoint loaded: the weights may not be those that the run has trained."""
         version = self.progress.version
-        if not version:
-            return
         logger.log(
             logging.INFO if self.naming.max_staleness is None else logging.WARNING,
             "run %s was trained to version %d before, and no checkpoint is loaded: these weights count as version %d, "

@@ -61,7 +61,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         "    groups = groups + 0\n  elseif",
     ),
     "a prompt ends with a copy of its uncommitted group": Mutant(
-        "streamadv/batch/leader.py", "rules.drop_after, self.progress.uncommitted)", "rules.drop_after, set())"
+        "streamadv/batch/leader.py", "drop_after, self.progress.uncommitted)", "drop_after, set())"
     ),
     "another try of a trained prompt is forgotten with its commit": Mutant(
         "streamadv/batch/progress.py", "is_tried = known in self.tries", "is_tried = False"

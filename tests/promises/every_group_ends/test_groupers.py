@@ -14,7 +14,7 @@ import streamadv.run.heartbeats
 from streamadv import cli
 from streamadv.errors import Busy, NoBatchError
 from streamadv.grouping import grouper, housekeeping
-from streamadv.grouping.housekeeping import Loss, LostProducers
+from streamadv.grouping.housekeeping import Housekeeping, Loss
 from streamadv.producer import Producer
 from streamadv.run import RunSettings
 from streamadv.run.consumer import Consumer
@@ -285,12 +285,12 @@ def test_open_groups_are_looked_through_once_for_each_start_of_a_producer(redis_
     ):
         producer.begin_group(2)
         client.config_resetstat()
-        lost = LostProducers(join(redis_url, run))
+        rounds = Housekeeping(join(redis_url, run))
         for _ in range(3):
-            lost.look()
+            rounds.look_for_lost()
         with Producer(redis_url, run, name="another"):
             for _ in range(3):
-                lost.look()
+                rounds.look_for_lost()
         statistics: Any = client.info("commandstats")
     assert statistics["cmdstat_zrange"]["calls"] == 2
 
@@ -305,9 +305,9 @@ def test_a_foreign_producer_without_a_name_has_no_groups(
         scripts, producers = joined.connection.scripts, joined.keys.home.producers
         (state,) = cast(Any, scripts.hvals(producers))
         scripts.hset(producers, "", state)
-        lost = LostProducers(joined)
+        rounds = Housekeeping(joined)
         for _ in range(3):
-            lost.look()
+            rounds.look_for_lost()
         assert read_status(joined).groups.abandoned == 1
         assert problems(joined) == []
 

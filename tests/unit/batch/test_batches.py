@@ -20,8 +20,16 @@ from streamadv.batch import exclusion, recovery, selection
 from streamadv.batch import leader as batch_leader
 from streamadv.batch import record as batch_record
 from streamadv.batch.leader import Candidates
-from streamadv.batch.record import ITEM_BYTES, ITEM_TRAJECTORIES, BatchRecord, Death, apply, work_items
-from streamadv.batch.selection import NamingRules
+from streamadv.batch.progress import NamedBatch, Progress
+from streamadv.batch.record import (
+    ITEM_BYTES,
+    ITEM_TRAJECTORIES,
+    BatchRecord,
+    Death,
+    NamingSettings,
+    apply,
+    work_items,
+)
 from streamadv.errors import BatchLostError, EpochFencedError
 from streamadv.grouping.groups_log import LoggedGroup, Pointer, read_entries, read_groups, read_log, sums_of
 from streamadv.run import Run
@@ -85,16 +93,39 @@ def group(
     return LoggedGroup(**{**fields, **changes})
 
 
+def rules(
+    drop_after: int | None = None,
+    needs: frozenset[str] = frozenset(),
+    quotas: dict[str, float] | None = None,
+    *,
+    trained: Sequence[str] = (),
+    named: Sequence[str] = (),
+    restored: int | None = None,
+    branch: int = 0,
+    keep_rolled_back: bool = False,
+) -> tuple[NamingSettings, Progress]:
+    """What decides whether a group is trained on."""
+    progress = Progress()
+    progress.uncommitted = dict.fromkeys(trained, 0)
+    progress.restored, progress.branch = restored, branch
+    pointers = [Pointer(0, f"4-{number}", name, 1) for number, name in enumerate(named)]
+    progress.batches[0] = NamedBatch(BatchRecord(k=0, id="0-0", epoch=1, groups=pointers, chain=CHAIN))
+    naming = NamingSettings(
+        *(8, 1, 1, None, drop_after, keep_rolled_back, needs, CHAIN, (), None), quotas=quotas or {}
+    )
+    return naming, progress
+
+
 def test_groups_of_one_millisecond_stay_in_the_order_of_the_log() -> None:
     found = sorted((group(number) for number in reversed(range(30))), key=lambda each: each.position)
     assert [each.entry for each in found] == [f"5-{number}" for number in range(30)]
 
 
 @pytest.mark.parametrize(
-    ("rules", "changes", "reason"),
+    ("given", "changes", "reason"),
     [
         ({}, {}, None),
-        ({"trained": frozenset({"g0"})}, {}, "trained"),
+        ({"trained": ["g0"]}, {}, "trained"),
         ({"drop_after": 2}, {"members": members([(8, 9)])}, None),
         ({"drop_after": 2}, {"members": members([(9, 9), (7, 20)])}, "stale"),
         ({"drop_after": 2}, {"members": members([None])}, None),
@@ -102,18 +133,19 @@ def test_groups_of_one_millisecond_stay_in_the_order_of_the_log() -> None:
         ({"drop_after": None}, {"members": members([(0, 0)])}, None),
         ({"needs": frozenset({"values"})}, {}, "dead:missing_column"),
         ({"needs": frozenset({"values"})}, {"columns": ("values",)}, None),
-        ({"rolled_back_above": 5, "branch": 2}, {"version": 6}, "rolled_back"),
-        ({"rolled_back_above": 5, "branch": 2}, {"version": 5}, None),
-        ({"rolled_back_above": 5, "branch": 1}, {"version": 6}, None),
-        ({"rolled_back_above": 5, "branch": 2}, {}, None),
+        ({"restored": 5, "branch": 2}, {"version": 6}, "rolled_back"),
+        ({"restored": 5, "branch": 2, "keep_rolled_back": True}, {"version": 6}, None),
+        ({"restored": 5, "branch": 2}, {"version": 5}, None),
+        ({"restored": 5, "branch": 1}, {"version": 6}, None),
+        ({"restored": 5, "branch": 2}, {}, None),
         ({}, {"members": NO_MEMBERS, "problem": "of any kind"}, "dead:undecodable"),
         ({}, {"members": NO_MEMBERS, "malformed": True}, "malformed"),
     ],
 )
 def test_why_a_group_is_not_trained_on(
-    rules: dict[str, Any], changes: dict[str, Any], reason: str | None
+    given: dict[str, Any], changes: dict[str, Any], reason: str | None
 ) -> None:
-    found = NamingRules(**{"drop_after": None, **rules}).reason_against(group(0, **changes), 10)
+    found = selection.reason_against(group(0, **changes), 10, *rules(**given))
     assert found == reason
 
 
@@ -161,8 +193,8 @@ def test_rules_for_many_groups_are_those_for_each(
                 return "stale"
         return None if needs <= set(each.packets[0].columns) else "dead:missing_column"
 
-    rules = NamingRules(drop_after, needs, frozenset({"g3"}), restored, 2)
-    chosen, refused = selection.choose(groups, k, limit, rules)
+    by = rules(drop_after, needs, trained=["g3"], restored=restored, branch=2)
+    chosen, refused = selection.choose(groups, k, limit, *by)
     fit = [each for each in groups if expected(each) is None]
     before = groups if len(fit) < limit else groups[: groups.index(fit[limit - 1])]
     assert chosen == fit[:limit]
@@ -214,16 +246,15 @@ def test_an_interrupt_while_groups_are_read_loses_none(
 
 
 def test_the_first_fit_groups_are_chosen_and_only_those_before_them_refused() -> None:
-    rules = NamingRules(drop_after=None, trained=frozenset({"g0", "g2", "g5"}))
-    chosen, refused = selection.choose([group(number) for number in range(8)], 0, 3, rules)
+    groups = [group(number) for number in range(8)]
+    chosen, refused = selection.choose(groups, 0, 3, *rules(trained=["g0", "g2", "g5"]))
     assert [each.group_id for each in chosen] == ["g1", "g3", "g4"]
     assert [(each.group_id, reason) for each, reason in refused] == [("g0", "trained"), ("g2", "trained")]
 
 
 def test_a_group_of_a_named_batch_is_not_chosen_again() -> None:
-    rules = NamingRules(drop_after=None, named=frozenset({"g0"}))
     groups = [group(number) for number in (0, 1, 1, 2, 3)]
-    chosen, refused = selection.choose(groups, 0, 3, rules)
+    chosen, refused = selection.choose(groups, 0, 3, *rules(named=["g0"]))
     assert [each.group_id for each in chosen] == ["g1", "g2", "g3"]
     assert [(each.group_id, each.problem, reason) for each, reason in refused] == [
         ("g1", "a copy of another entry", "malformed")

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.batch.selection import NamingRules, choose, share_out
+from streamadv.batch.selection import choose, share_out
 from streamadv.errors import SettingError
 from streamadv.grouping.groups_log import GroupSums, LoggedGroup
 from streamadv.trainer.queue import TrainerQueue
 from tests.shares import examples
+
+from .test_batches import rules
 
 
 def group(number: int, source: str | None) -> LoggedGroup:
@@ -33,13 +35,13 @@ def sources_of(chosen: list[LoggedGroup]) -> str:
 
 
 def test_a_batch_follows_the_weights() -> None:
-    fit, unfit = choose(groups("aaaaaaabbb"), 0, 4, NamingRules(None, quotas={"a": 1, "b": 1}))
+    fit, unfit = choose(groups("aaaaaaabbb"), 0, 4, *rules(quotas={"a": 1, "b": 1}))
     assert sources_of(fit) == "aabb"
     assert not unfit
 
 
 def test_without_quotas_the_oldest_are_taken() -> None:
-    assert sources_of(choose(groups("aaaaaaabbb"), 0, 4, NamingRules(None))[0]) == "aaaa"
+    assert sources_of(choose(groups("aaaaaaabbb"), 0, 4, *rules())[0]) == "aaaa"
 
 
 def test_what_a_source_lacks_others_fill() -> None:
@@ -56,7 +58,7 @@ def test_a_source_without_a_weight_has_the_smallest() -> None:
 
 
 def test_unfit_groups_are_dropped() -> None:
-    unfit = choose(groups("aab"), 5, 2, NamingRules(2, quotas={"a": 1, "b": 1}))
+    unfit = choose(groups("aab"), 5, 2, *rules(2, quotas={"a": 1, "b": 1}))
     assert [reason for _, reason in unfit[1]] == ["stale"] * 3
 
 
