@@ -304,7 +304,7 @@ class Leader(Session):
 
     def has_ended(self, k: int) -> bool:
         """Whether no batch k can come."""
-        return self.has_all(k) and not self.prompts.will_begin(self._attendance)
+        return self.has_all(k) and not self.prompts.will_go_on(self._attendance)
 
     def has_all(self, k: int) -> bool:
         """Whether no more groups for batch k can come, before another one was trained."""
@@ -313,8 +313,6 @@ class Leader(Session):
         if not is_over(self.run, self._attendance):
             return False
         have_begun = self.prompts.look()  # before anybody is asked for the last time whether more can come
-        if self.prompts.await_producer(self._attendance):
-            return False
         if have_begun and not is_over(self.run, self._attendance):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.

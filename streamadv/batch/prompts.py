@@ -37,6 +37,7 @@ class RunPrompts:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._seen: list[Stored] = []
+        self._unplayed: set[str] = set()  # sets with prompts that were begun, and are in no known group
         self._ended = 0  # groups, since ends were carried
 
     def carry(self, *, again: bool = False) -> list[PromptSet]:
@@ -114,7 +115,7 @@ class RunPrompts:
 
     def look(self) -> bool:
         """Note what there is, for what follows. Returns whether some were begun and have not ended."""
-        self._seen = [read(self._run, prompts) for prompts in self.carry()]
+        self._seen, self._unplayed = [read(self._run, prompts) for prompts in self.carry()], set()
         return any(stored.entries for stored in self._seen)
 
     def are_left(self, known: Container[str], progress: Progress, attendance: Attendance) -> bool:
@@ -131,8 +132,9 @@ class RunPrompts:
                 stored, [item for item, group in groups.items() if progress.has_committed(group)], TRAINED
             )
             unknown = {item for item, group in groups.items() if group not in known}
-            has_player = stored.is_back or attendance.has_loop(stored.prompts.name)
-            is_left = is_left or (bool(unknown) and has_player)
+            if unknown:
+                self._unplayed.add(stored.prompts.name)
+                is_left = is_left or attendance.has_loop(stored.prompts.name)
             gone = unknown.intersection(stored.of(GONE))
             self._end(stored, sorted(gone), LOST)
             if held := sorted(unknown - gone - set(stored.of(NOBODY))):
@@ -145,14 +147,15 @@ class RunPrompts:
         """How many had not ended at the last look."""
         return sum(stored.unbegun + len(stored.entries) for stored in self._seen)
 
-    def will_begin(self, attendance: Attendance) -> bool:
-        """Whether some were not begun at the last look, and somebody loops over them, who may wait for a batch."""
-        return any(stored.unbegun and attendance.has_loop(stored.prompts.name) for stored in self._seen)
+    def will_go_on(self, attendance: Attendance) -> bool:
+        """Whether some are left that nobody has begun since, though no more groups for the next batch can come.
 
-    def await_producer(self, attendance: Attendance) -> bool:
-        """Whether some were set back that were not begun at the last look, and nobody has come to play them."""
+        Who loops over them may wait for a batch. Once they were set back the run waits for somebody, because those who
+        had played them may have finished before.
+        """
         return any(
-            stored.unbegun and stored.is_back and not attendance.has_loop(stored.prompts.name)
+            (stored.was_set_back and (stored.unbegun or stored.prompts.name in self._unplayed))
+            or (stored.unbegun and attendance.has_loop(stored.prompts.name))
             for stored in self._seen
         )
 

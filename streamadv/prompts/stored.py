@@ -47,8 +47,8 @@ class Stored:
     """How many prompts were ever given up."""
     shares: dict[str, float]
     """Of each source the weight by which its prompts are begun now."""
-    is_back: bool = False
-    """Whether they were set back, and nobody has leased one since."""
+    was_set_back: bool = False
+    """Whether a trainer has ever set them back to a checkpoint."""
 
     @property
     def unbegun(self) -> int:
@@ -130,8 +130,8 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
     given_up = as_count(state.get(b"given_up"))
-    is_back = state.get(b"is_back") == b"1"
-    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, is_back)
+    was_set_back = b"branch" in state
+    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, was_set_back)
 
 
 def as_number(value: bytes | None) -> float | None:

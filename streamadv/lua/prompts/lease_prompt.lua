@@ -39,7 +39,6 @@ if again then
   note_try(try)
   local entry = entry_of(try, failures or 0)
   redis.call('HSET', keys.prompt_entries, again, entry)
-  redis.call('HSET', keys.prompt_state, 'is_back', '0')
   return {'again', entry, again}
 end
 
@@ -48,7 +47,6 @@ for i = 9, #ARGV, 2 do
   local source = (i - 7) / 2
   fields[#fields + 1], fields[#fields + 2], fields[#fields + 3] = 'next:' .. source, 'from:' .. source, 'weight:' .. source
 end
-fields[#fields + 1] = 'is_back'
 local state = redis.call('HMGET', keys.prompt_state, unpack(fields))
 local function read(i) return tonumber(state[i] or '') end
 
@@ -112,7 +110,6 @@ for source, it in ipairs(sources) do
   if it.is_begun then changed[#changed + 1], changed[#changed + 2] = 'next:' .. source, whole(it.next) end
 end
 if #leases > 0 and base >= (read(2) or 0) then changed[#changed + 1], changed[#changed + 2] = 'tries', whole(base + 1) end
-if #leases > 0 and state[#fields] == '1' then changed[#changed + 1], changed[#changed + 2] = 'is_back', '0' end
 if #changed > 0 then redis.call('HSET', keys.prompt_state, unpack(changed)) end
 if is_some then return {'some'} end
 if #leases > 0 then return {'leased', entry, unpack(leases)} end

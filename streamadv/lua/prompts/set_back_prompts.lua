@@ -59,7 +59,7 @@ for source, position in ipairs(following) do
   redis.call('HDEL', keys.prompt_state, 'weight:' .. source, 'from:' .. source)
 end
 redis.call('HDEL', keys.prompt_state, 'selected')  -- weights are selected anew
-redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch, 'is_back', '1',
+redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch,
   'given_up', whole(math.max(number_of('given_up'), tonumber(ARGV[7]))))
 if born ~= '' then redis.call('HSET', keys.prompt_state, 'born', born) end
 note_try(base)

@@ -269,24 +269,39 @@ def test_a_trainer_that_goes_back_after_all_producers_have_left_waits_for_one(
     assert stored(joined).counters == {"trained 1 0": 4}
 
 
-def test_a_run_that_was_set_back_ends_with_prompts_left_once_a_producer_has_left_them(
+def test_prompts_that_were_set_back_are_played_though_a_producer_has_left_them(
     redis_url: str, run: str
 ) -> None:
+    """Another one had finished before they were set back."""
+    few = sa.Prompts(range(3), shuffle=None)
     with sa.Producer(redis_url, run) as producer:
-        joined, groups = join(redis_url, run), producer.prompts(prompts(epochs=1), SIZE)
+        joined, groups = join(redis_url, run), producer.prompts(few, SIZE)
         with queue_of(redis_url, run) as queue:
             older = copy_of(queue)
             play(groups, 2)
             train(queue, joined, 1)
             queue.commit(queue.state_dict())
-        with queue_of(redis_url, run) as queue:
-            queue.load_state_dict(older)
-            queue.open()
-            again = play(groups, 1)
             groups.close()
             producer.finish()
-            assert train(queue, joined, 1) == again
-            assert next_batch(queue, joined) is None
+    with queue_of(redis_url, run) as queue:
+        queue.load_state_dict(older)
+        queue.open()
+        with sa.Producer(redis_url, run) as leaves:
+            groups = leaves.prompts(few, SIZE)
+            play(groups, 1)
+            groups.close()
+            leaves.finish()
+            train(queue, joined, 1)
+        with pytest.raises(NoBatchError, match="prompts_left"):
+            queue.next_batch(timeout=0)
+        with sa.Producer(redis_url, run) as comes:
+            groups = comes.prompts(few, SIZE)
+            play(groups, 2)
+            train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+            assert next(groups, None) is None
+        assert next_batch(queue, joined) is None
+    assert stored(joined).counters == {"trained 1 0": 3}
 
 
 def test_what_was_trained_is_remembered_from_its_deletion_on(
