@@ -6,7 +6,7 @@ import os
 from typing import Final
 
 #: Of the examples of a property. They are drawn anew each time, so that many short runs see as much as a long one.
-EXAMPLES: Final = float(os.environ.get("STREAMADV_TEST_EXAMPLES", "0.4"))
+EXAMPLES: Final = float(os.environ.get("STREAMADV_TEST_EXAMPLES", "0.25"))
 
 
 def examples(count: int) -> int:

@@ -1,6 +1,6 @@
 """Black box: every role of the command line as a process, killed with SIGKILL at random and started again.
 
-STREAMADV_CHAOS_SECONDS: how long to kill (default 4). STREAMADV_CHAOS_SEED: which process when (default random).
+STREAMADV_CHAOS_SECONDS: how long to kill (default 2). STREAMADV_CHAOS_SEED: which process when (default random).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZE: Final = 4
 #: Bounds a hang: a dead worker costs its lease (15 s), and busy cores start processes slowly.
 PATIENCE_S: Final = 300
 # Read when the module is imported: the tests' environment is cleared of settings.
-SECONDS: Final = float(os.environ.get("STREAMADV_CHAOS_SECONDS", "4"))
+SECONDS: Final = float(os.environ.get("STREAMADV_CHAOS_SECONDS", "2"))
 SEED: Final = int(os.environ.get("STREAMADV_CHAOS_SEED", random.randrange(10**6)))
 
 

@@ -74,13 +74,6 @@ def streamadv(folder: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def outcomes(folder: Path, *commands: Sequence[str]) -> list[tuple[int, str, str]]:
-    """Exit status, stdout and stderr of commands that run side by side: each imports torch."""
-    children = [streamadv(folder, *words) for words in commands]
-    printed = [child.communicate(timeout=240) for child in children]
-    return [(child.returncode, *texts) for child, texts in zip(children, printed, strict=True)]
-
-
 @pytest.fixture
 def recorded(folder: Path) -> Path:
     file = folder / "in.jsonl"
@@ -99,16 +92,22 @@ def recorded(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
-def test_an_imported_estimator_computes_and_is_shown(folder: Path, recorded: Path) -> None:
-    words = ("--import", "my_estimators", "--preset", "mine")
-    commands = (["compute", "in.jsonl", "-o", "out.jsonl", *words], ["config", *words])
-    (computed, _, error), (status, out, err) = outcomes(folder, *commands)
-    assert computed == 0, error
+def test_an_imported_estimator_computes_and_is_shown(
+    folder: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for command in (["compute", "in.jsonl", "-o", "out.jsonl"], ["config"]):
+        with monkeypatch.context() as forgotten:  # the estimator, so that each command has to import it
+            forgotten.setattr(registry, "_REGISTRY", {**registry._REGISTRY})
+            forgotten.setattr(sys, "path", [*sys.path])
+            status = main([*command, "--import", "my_estimators", "--preset", "mine"])
+            del sys.modules["my_estimators"]
+        printed = capsys.readouterr()
+        assert status == 0, printed.err
     advantages = [json.loads(line)["advantages"] for line in (folder / "out.jsonl").read_text().splitlines()]
     assert advantages == [[0, 0], [0, 2]]
-    assert (status, err) == (0, "")
-    assert "mine" in out
+    assert printed.err == ""
+    assert "mine" in printed.out
 
 
 @pytest.mark.release
@@ -208,8 +207,9 @@ def test_a_worker_leaves_a_chain_that_it_does_not_know(
         # batch 0 stays until it is committed
         knowing = streamadv(folder, *words, "--import", "my_estimators")
         try:
-            ((status, _, err),) = outcomes(folder, words)
-            assert status == 1
+            late = streamadv(folder, *words)
+            _, err = late.communicate(timeout=240)
+            assert late.returncode == 1
             (error,) = [line for line in err.splitlines() if "error" in line]
             assert f"batch 0 of run {run}: estimator 'mine' is unknown: bring it with --import" in error
             batch = queue.next_batch(timeout=240)

@@ -67,7 +67,7 @@ def program(code: str, *arguments: str) -> subprocess.Popen[str]:
         pytest.param(signal.SIGTERM, 143, ASYNCIO, marks=pytest.mark.release),
         pytest.param(signal.SIGINT, 130, BLOCKING, marks=pytest.mark.release),
         (signal.SIGTERM, 143, BLOCKING),
-        (signal.SIGINT, 130, WAITING),
+        pytest.param(signal.SIGINT, 130, WAITING, marks=pytest.mark.release),
         (signal.SIGTERM, 143, WAITING),
     ],
     ids=[f"{code}-{name}" for code in ("asyncio", "blocking", "waiting") for name in ("SIGINT", "SIGTERM")],

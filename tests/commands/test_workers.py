@@ -127,7 +127,11 @@ def test_every_line_of_a_worker_that_logs_json_is_a_record(redis_url: str, run: 
     ("words", "problem"),
     [
         (("scorer", "math:fabs", "--name", "nobody"), "'nobody' is not one of run"),
-        (("scorer", "os:getpid", "--name", "judge"), "cannot be called with one argument"),
+        pytest.param(
+            ("scorer", "os:getpid", "--name", "judge"),
+            "cannot be called with one argument",
+            marks=pytest.mark.release,
+        ),
         (("advantage", "--device", "cuda"), "this machine has none"),
     ],
 )

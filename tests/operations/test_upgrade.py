@@ -125,6 +125,7 @@ def test_releases_with_one_schema_version_replace_each_other(
     queue.close()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_release_with_another_schema_version_refuses_the_run_and_serves_another(
     redis_url: str, run: str, tmp_path: Path

@@ -17,6 +17,7 @@ import redis
 import streamadv.store.embedded
 from streamadv.errors import ServerError, SettingError
 from streamadv.store.embedded import EmbeddedServer, find_server_binary, free_port, packaged_binaries
+from tests.support import some_of
 
 
 @pytest.fixture
@@ -265,7 +266,7 @@ def command() -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some_of([signal.SIGTERM, signal.SIGINT], 2))
 @pytest.mark.processes
 def test_the_command_prints_its_url_and_stops_cleanly(
     command: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals

@@ -13,7 +13,7 @@ import pytest
 from streamadv.testing.judge import run_schedule
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
-SCHEDULES = int(os.environ.get("STREAMADV_WORLD_SCHEDULES", "60"))
+SCHEDULES = int(os.environ.get("STREAMADV_WORLD_SCHEDULES", "30"))
 SEED = int(os.environ.get("STREAMADV_WORLD_SEED", "0"))
 #: Schedules of one test: several processes share them out.
 PAGE = 10

@@ -83,7 +83,7 @@ def test_a_row_becomes_a_datum_one_token_further(redis_url: str, run: str) -> No
         }
 
 
-@pytest.mark.parametrize("budget", [None, 40, 8])
+@pytest.mark.parametrize("budget", [None, pytest.param(40, marks=pytest.mark.release), 8])
 def test_the_step_is_that_of_the_mean_over_the_batch_however_it_is_cut(
     redis_url: str, run: str, tmp_path: Path, budget: int | None
 ) -> None:

@@ -22,6 +22,7 @@ from tests.support import (
     problems,
     producing,
     push_groups,
+    some_of,
     trajectory,
     unscored,
 )
@@ -43,7 +44,7 @@ def forge_source(connection: Connection, key: str, source: bytes) -> None:
 
 @pytest.mark.parametrize("end", ["complete", "expired", "scored"])
 @pytest.mark.parametrize("role", ["train", "eval"])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", some_of(SOURCES, 2))
 def test_a_data_source_of_any_bytes_ends_nobody(fake: Connection, source: str, role: str, end: str) -> None:
     with producing(fake, "r", {"partial_min_usable": 1}) as producer:
         run = join(fake, "r")

@@ -105,9 +105,11 @@ def test_a_wait_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixtur
     "words",
     [
         ["worker", "grouper"],
-        ["consume"],
         ["replay", os.devnull],
-        *(pytest.param(words, marks=pytest.mark.release) for words in (["worker", "advantage"], ["demo"])),
+        *(
+            pytest.param(words, marks=pytest.mark.release)
+            for words in (["consume"], ["worker", "advantage"], ["demo"])
+        ),
     ],
     ids=" ".join,
 )

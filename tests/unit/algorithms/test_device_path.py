@@ -24,6 +24,7 @@ from streamadv.errors import ArgumentError
 from streamadv.grouping.layout import Layout
 from streamadv.padded.layout import padded_tokens
 from tests.shares import examples
+from tests.support import some_of
 from tests.unit.grouping.layouts import StoredGroups
 
 from .reference import batch_of, member, pack, random_pairs
@@ -89,7 +90,7 @@ def test_a_mask_is_checked_once_on_a_device_too() -> None:
         replace(batch, layout=None, columns={**batch.columns, "response_mask": twos})
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", some_of(CHAINS, 2))
 @pytest.mark.slow
 def test_the_host_waits_for_nothing_but_the_metrics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch: PackedBatch = on_meta(batch_of(random_pairs(3, 3)))
@@ -100,7 +101,7 @@ def test_the_host_waits_for_nothing_but_the_metrics(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(seed=st.integers(0, 10**6))
 @pytest.mark.slow
 def test_chains_give_the_same_numbers_in_torch(name: str, seed: int) -> None:

@@ -22,6 +22,7 @@ from streamadv.algorithms.chain.sources import split_by_source
 from streamadv.algorithms.packing import pack_trajectories
 from streamadv.errors import SettingError
 from streamadv.trajectory.schema import Step
+from tests.shares import examples
 
 from .reference import batch_of, member
 
@@ -149,7 +150,7 @@ def packed(z: Rows, with_baselines: bool) -> Any:
     ],
 )
 def test_verl(name: str, kl: Any, correction: Any) -> None:
-    for seed in range(12):
+    for seed in range(examples(12)):
         z = drawn(seed)
         weights, mask, metrics = corrected(z) if correction else (None, z["mask"], {})
         rewards = placed(z["rewards"], mask if name in BY_TOKEN else z["mask"])
