@@ -63,8 +63,7 @@ class Front:
     async def open(self) -> None:
         """Look at the engines, and tell the run that it need not wait for this gateway."""
         await self._engines.open()
-        membership = self._producer._logic.membership
-        membership.last_word, membership.plays = "serves", self.sessions.words
+        self._producer._logic.membership.serve(self.sessions.words)
         await self._producer.finish()
 
     def runner(self, shutdown_s: float) -> web.AppRunner:

@@ -180,6 +180,10 @@ class Membership:
     def _set_budget(self, memory: Mapping[str, Any]) -> None:
         self.max_bytes = byte_budget(self.manifest.max_bytes, memory) // self.shards
 
+    def serve(self, plays: Callable[[], str]) -> None:
+        """Be a gateway: once it has finished, the run neither waits for it nor ends with it until it begins a group."""
+        self.last_word, self.plays = "serves", plays
+
     def reopen(self) -> Steps[None]:
         """A producer that had finished has more to push."""
         if self.finished:
