@@ -48,7 +48,7 @@ class Stored:
     shares: dict[str, float]
     """Of each source the weight by which its prompts are begun now."""
     was_set_back: bool = False
-    """Whether a trainer has ever set them back to a checkpoint."""
+    """Whether some have ever come back, because a trainer went on from an older checkpoint."""
 
     @property
     def unbegun(self) -> int:
@@ -130,7 +130,7 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
     given_up = as_count(state.get(b"given_up"))
-    was_set_back = b"branch" in state
+    was_set_back = b"is_back" in state
     return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, was_set_back)
 
 

@@ -285,7 +285,7 @@ class Pipeline:
         """An operator starts a producer again that had finished when the trainer went on from an older checkpoint."""
         store = self.world.server.store.data
         are_back = any(
-            store.get(SHARD + b"prompt_state:" + name, {}).get(b"branch")
+            store.get(SHARD + b"prompt_state:" + name, {}).get(b"is_back")
             for name in store.get(SHARD + b"prompts", {})
         )
         if are_back and not self.ended and len(self.done) == len(self.scene.producers):

@@ -34,10 +34,14 @@ for i = 1, #flat, 2 do
   end
   if not (has_ended and is_older) then to_play[item] = nil end
 end
+local came_back = false  -- what the run had ended or begun
 for item in pairs(to_play) do
   local source, position = string.match(item, '^(%d+) (%d+)$')
   -- A run that has lost its prompts has begun some anew, and these may have ended.
-  if is_older or tonumber(position) >= number_of('next:' .. source) then play_again(item, base, 0) end
+  if is_older or tonumber(position) >= number_of('next:' .. source) then
+    play_again(item, base, 0)
+    came_back = is_older
+  end
 end
 for i = at + 2 * counters + begun + 1, #ARGV do redis.call('HSET', keys.prompt_entries, ARGV[i], 'ended') end
 
@@ -54,6 +58,7 @@ for i = at + 1, at + 2 * counters, 2 do
   redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
 end
 for source, position in ipairs(following) do
+  came_back = came_back or is_older and number_of('next:' .. source) > position
   local back = math.max(number_of('back:' .. source), number_of('next:' .. source))
   redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position), 'back:' .. source, whole(back))
   redis.call('HDEL', keys.prompt_state, 'weight:' .. source, 'from:' .. source)
@@ -62,6 +67,7 @@ redis.call('HDEL', keys.prompt_state, 'selected')  -- weights are selected anew
 redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch,
   'given_up', whole(math.max(number_of('given_up'), tonumber(ARGV[7]))))
 if born ~= '' then redis.call('HSET', keys.prompt_state, 'born', born) end
+if came_back then redis.call('HSET', keys.prompt_state, 'is_back', '1') end
 note_try(base)
 redis.call('HSETNX', keys.prompts, name, description)
 return 1
