@@ -73,6 +73,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Set the markers that follow from fixtures and folders."""
     for item in items:

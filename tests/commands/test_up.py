@@ -197,6 +197,7 @@ def test_a_server_that_is_there_is_used(
         connection.check()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.processes
 def test_commands_find_a_gateway_and_the_secret_of_its_keys(up: Callable[..., subprocess.Popen[str]]) -> None:

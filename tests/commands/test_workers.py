@@ -127,12 +127,13 @@ def test_every_line_of_a_worker_that_logs_json_is_a_record(redis_url: str, run: 
     ("words", "problem"),
     [
         (("scorer", "math:fabs", "--name", "nobody"), "'nobody' is not one of run"),
-        pytest.param(
-            ("scorer", "os:getpid", "--name", "judge"),
-            "cannot be called with one argument",
-            marks=pytest.mark.release,
+        *(
+            pytest.param(*given, marks=pytest.mark.release)
+            for given in (
+                (("scorer", "os:getpid", "--name", "judge"), "cannot be called with one argument"),
+                (("advantage", "--device", "cuda"), "this machine has none"),
+            )
         ),
-        (("advantage", "--device", "cuda"), "this machine has none"),
     ],
 )
 def test_a_worker_that_cannot_begin_never_says_that_it_is_ready(

@@ -110,7 +110,11 @@ _context.set_forkserver_preload(["torch", "streamadv.advantage.worker", "streama
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "page",
-    [page if page in FIRST else pytest.param(page, marks=pytest.mark.release) for page in STORIES],
+    [
+        # one process runs the first pages, since its server of forks has loaded torch
+        pytest.param(page, marks=pytest.mark.xdist_group("pages") if page in FIRST else pytest.mark.release)
+        for page in STORIES
+    ],
 )
 def test_the_code_of_a_page_runs(page: str, redis_url: str, tmp_path: Path) -> None:
     left_out = NOT_RUN.get(page, {})
