@@ -154,7 +154,7 @@ class RunPrompts:
         had played them may have finished before.
         """
         return any(
-            (stored.was_set_back and (stored.unbegun or stored.prompts.name in self._unplayed))
+            (stored.is_back and (stored.unbegun or stored.prompts.name in self._unplayed))
             or (stored.unbegun and attendance.has_loop(stored.prompts.name))
             for stored in self._seen
         )

@@ -47,7 +47,7 @@ class Stored:
     """How many prompts were ever given up."""
     shares: dict[str, float]
     """Of each source the weight by which its prompts are begun now."""
-    was_set_back: bool = False
+    is_back: bool = False
     """Whether some have ever come back, because a trainer went on from an older checkpoint."""
 
     @property
@@ -130,8 +130,8 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     ]
     by_source = dict(zip(prompts.sources, shares, strict=True))
     given_up = as_count(state.get(b"given_up"))
-    was_set_back = b"is_back" in state
-    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, was_set_back)
+    is_back = b"is_back" in state
+    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, is_back)
 
 
 def as_number(value: bytes | None) -> float | None:

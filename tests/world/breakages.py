@@ -44,7 +44,7 @@ MUTANTS: Final[dict[str, Mutant]] = {
         f"{LUA}/prompts/set_back_prompts.lua", "if not (is_lost or is_older) then return 0 end", "if true then return 0 end"
     ),
     "prompts that were set back wait for no producer": Mutant(
-        "streamadv/prompts/stored.py", 'was_set_back = b"is_back" in state', "was_set_back = False"
+        "streamadv/prompts/stored.py", 'is_back = b"is_back" in state', "is_back = False"
     ),
     "a prompt that is left out stays in play": Mutant(
         f"{LUA}/prompts/skip_prompts.lua", "    redis.call('HDEL', keys.prompt_entries, item)\n", ""
