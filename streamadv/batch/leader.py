@@ -91,6 +91,8 @@ SCAN_PAGES: Final = 8
 QUOTA_BATCHES: Final = 4
 #: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
 JUDGE_S: Final = 0.2
+#: Seconds within which a producer that waits in its loop over prompts asks for more.
+ASK_S: Final = 2.0
 #: More than the groups logs hold.
 ALL_GROUPS: Final = 10**6
 
@@ -317,6 +319,9 @@ class Leader(Session):
             return False
         # Servers that were replaced since the session began may have lost that a producer is alive.
         if clock.now() < self._may_end_from or not self.has_same_servers():
+            return False
+        # Who waits in a loop has not asked since prompts were set back.
+        if clock.now() < self.progress.set_back_at + ASK_S and self.prompts.will_begin(self._attendance):
             return False
         if not have_begun:
             return True

@@ -123,6 +123,8 @@ class Progress:
         self.groups_saved: list[str] = []  # as `groups` was then
         self.has_prompts = False  # whether some are in the weights, of which `groups` may have forgotten all
         self.is_set_back = False  # to a checkpoint older than what the run had committed
+        self.set_back_at = -math.inf  # when prompts were
+        self.sets_back: set[str] = set()  # those of prompts that there were then
 
     @property
     def fence(self) -> str:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Container
 from typing import Any, Final
 
+from .. import clock
 from ..errors import SettingError
 from ..messages import log_fields
 from ..prompts.spec import PromptSet, identity
@@ -63,6 +64,7 @@ class RunPrompts:
                 "ended": sorted(stored.ended),
                 "counts": stored.counters,
                 "given_up": stored.given_up,
+                "is_back": stored.is_back,
             }
         progress.groups_saved = progress.groups
 
@@ -82,9 +84,12 @@ class RunPrompts:
                     f"prompts {name} of the checkpoint are not those of the run: {difference}: give what producers "
                     "play now another name=, or start the trainer without the checkpoint"
                 )
+        if progress.begins_branch:
+            progress.sets_back = set(sets)
         for prompts in sets.values():
             saved = progress.prompts.get(prompts.name, {})
             if self._set_back(prompts, saved, progress):
+                progress.set_back_at = clock.now()
                 text = "run %s: prompts %s are those of checkpoint %d: what has ended since is played again"
                 fields = log_fields("prompts_set_back", run=self._run.name, role="trainer")
                 logger.warning(text, self._run.name, prompts.name, progress.version, extra=fields)
@@ -105,7 +110,8 @@ class RunPrompts:
                 ended.append(item)
         args = [progress.fence, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
         saved_in = progress.loaded_epoch if progress.loaded else progress.epoch
-        args += [-1 if progress.is_set_back else saved_in, saved.get("given_up", 0)]
+        is_older = progress.is_set_back and prompts.name in progress.sets_back
+        args += [-1 if is_older else saved_in, saved.get("given_up", 0), int(saved.get("is_back", False))]
         args += [len(following), len(counters), len(begun), *following]
         args += [part for pair in counters.items() for part in pair]
         kinds = {f"prompt_{kind}": prompts.name for kind in ("state", "entries", "again", "given_up")}
@@ -146,6 +152,10 @@ class RunPrompts:
     def left(self) -> int:
         """How many had not ended at the last look."""
         return sum(stored.unbegun + len(stored.entries) for stored in self._seen)
+
+    def will_begin(self, attendance: Attendance) -> bool:
+        """Whether somebody loops over prompts that were not begun at the last look."""
+        return any(stored.unbegun and attendance.has_loop(stored.prompts.name) for stored in self._seen)
 
     def will_go_on(self, attendance: Attendance) -> bool:
         """Whether some are left that nobody has begun since, though no more groups for the next batch can come.

@@ -53,7 +53,11 @@ class Stored:
     @property
     def unbegun(self) -> int:
         """Prompts that nobody has begun."""
-        return sum(self.prompts.totals) - sum(self.following) - len(self.ended)
+        in_play = sum(
+            int(position) >= self.following[int(source) - 1]
+            for source, position in (item.split() for item in self.entries)
+        )
+        return sum(self.prompts.totals) - sum(self.following) - len(self.ended) - in_play
 
     @property
     def is_over(self) -> bool:

@@ -146,7 +146,8 @@ def ordinary_wait(status: Status) -> Reason:
         return Reason(
             "prompts_begun", f"{counted(in_play, 'prompt is', 'prompts are')} in play, none is left to begin"
         )
-    has_finished = status.producers and all(producer.state == "finished" for producer in status.producers)
+    states = {producer.state for producer in status.producers}
+    has_finished = "finished" in states and "open" not in states
     if left and has_finished and not status.groups.open and not status.groups_waiting:
         return Reason(
             "prompts_left",

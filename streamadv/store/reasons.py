@@ -122,8 +122,8 @@ REASONS: Final[dict[str, Kind]] = {
     "prompts_left": Kind(
         "prompts are left, and the producers that loop over them wait for others, were left in the middle, or had "
         "finished before an older checkpoint brought prompts back",
-        "start a producer if none is there; else go on with the loop or close its iterator, and give each loop a "
-        "thread or task of its own",
+        "start another producer if nobody loops over them; else go on with the loop or close its iterator, and give "
+        "each loop a thread or task of its own",
     ),
     # The server.
     "server_away": Kind("nothing answers at the URL", "start the server or correct the URL"),

@@ -200,7 +200,7 @@ class Loop:
             raise StarvedError(f"run {run} has ended at version 0 and nothing was trained: {lost}")
         if self._sessions.rank.number == 0:
             remedy = "start producers, or give another run="
-            if prompts_left:  # they may have been set back to the checkpoint just now
+            if prompts_left:  # nobody loops over them, and none has come back
                 remedy = f"{counted(prompts_left, 'prompt')} have not ended: start their producers, then the trainer"
             logger.warning(
                 "run %s has ended at version %d before a batch came: its producers have finished and no group is left; "

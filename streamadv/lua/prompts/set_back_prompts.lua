@@ -4,24 +4,24 @@
 -- fenced by session
 -- ARGV  fence; name, description; id that the checkpoint has ('' = it knows none of these prompts); branch of the trainer;
 --       epoch in which the checkpoint was saved (before prompts were set back, it is of a past that is not theirs), -1 if
---       it is older than what the run has committed; how many prompts had been given up; numbers of sources, counters,
---       prompts that were begun and had not ended, prompts that had ended above `next`; `next` of each source; each
---       counter and its value; these prompts
+--       it is older than what the run has committed; how many prompts had been given up; 1 if some had come back, else 0;
+--       numbers of sources, counters, prompts that were begun and had not ended, prompts that had ended above `next`;
+--       `next` of each source; each counter and its value; these prompts
 -- Returns  1 if something was set back, else 0
 -- include prompts
 -- include prompt_state
 local name, description, born, branch = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local sources, counters, begun = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local sources, counters, begun = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
 local following = {}
-for source = 1, sources do following[source] = tonumber(ARGV[10 + source]) end
+for source = 1, sources do following[source] = tonumber(ARGV[11 + source]) end
 local is_lost = born ~= '' and redis.call('HGET', keys.prompt_state, 'born') ~= born
 local is_older = tonumber(ARGV[6]) < number_of('branch') and redis.call('HGET', keys.prompt_state, 'branch') ~= branch
 if not (is_lost or is_older) then return 0 end
 
 -- What is begun from now on has ids of its own, if an older one may be among what has ended.
 local base = is_older and number_of('tries') or number_of('base')
-local at = 10 + sources
-local to_play = {}
+local at = 11 + sources
+local to_play, in_play = {}, {}  -- the latter: source -> prompts that go on though `next` goes back behind them
 for i = at + 2 * counters + 1, at + 2 * counters + begun do to_play[ARGV[i]] = true end
 local flat = redis.call('HGETALL', keys.prompt_entries)
 for i = 1, #flat, 2 do
@@ -31,16 +31,18 @@ for i = 1, #flat, 2 do
   if (has_ended and (is_older or is_begun)) or (is_begun and not to_play[item]) then
     redis.call('HDEL', keys.prompt_entries, item)
     redis.call('ZREM', keys.prompt_again, item)
+  elseif source and not has_ended and not is_begun then
+    in_play[tonumber(source)] = (in_play[tonumber(source)] or 0) + 1
   end
   if not (has_ended and is_older) then to_play[item] = nil end
 end
-local came_back = false  -- what the run had ended or begun
+local came_back = ARGV[8] == '1'  -- what the run had ended or begun
 for item in pairs(to_play) do
   local source, position = string.match(item, '^(%d+) (%d+)$')
   -- A run that has lost its prompts has begun some anew, and these may have ended.
   if is_older or tonumber(position) >= number_of('next:' .. source) then
     play_again(item, base, 0)
-    came_back = is_older
+    came_back = came_back or is_older
   end
 end
 for i = at + 2 * counters + begun + 1, #ARGV do redis.call('HSET', keys.prompt_entries, ARGV[i], 'ended') end
@@ -58,7 +60,7 @@ for i = at + 1, at + 2 * counters, 2 do
   redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
 end
 for source, position in ipairs(following) do
-  came_back = came_back or is_older and number_of('next:' .. source) > position
+  came_back = came_back or is_older and number_of('next:' .. source) > position + (in_play[source] or 0)
   local back = math.max(number_of('back:' .. source), number_of('next:' .. source))
   redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position), 'back:' .. source, whole(back))
   redis.call('HDEL', keys.prompt_state, 'weight:' .. source, 'from:' .. source)

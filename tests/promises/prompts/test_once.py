@@ -41,8 +41,9 @@ def prompts(**options: Any) -> sa.Prompts:
     return sa.Prompts([f"question {number}" for number in range(COUNT)], **{"epochs": EPOCHS, **options})
 
 
-def stored(run: Run) -> Stored:
-    return read(run, read_sets(run)[0])
+def stored(run: Run, name: str | None = None) -> Stored:
+    """What the run has of its first set, or of the one of this name."""
+    return read(run, next(each for each in read_sets(run) if name in (None, each.name)))
 
 
 def trainer(url: str, name: str, trained: list[str], **options: Any) -> Callable[[threading.Event], None]:
