@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.chain import run_chain
+from ..algorithms.chain import cut_chain, run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import empty_column, pack_members
 from ..batch.record import Death
@@ -37,7 +37,7 @@ from ..run.consumer import ADVANTAGE
 from ..run.hangs import call_within
 from ..run.kept import RESULTS_OF
 from ..trajectory.columns import Array
-from .prepare import PreparedItem, worker_chain
+from .prepare import PreparedItem
 from .results import counts_of, results_of_groups
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     A chain that has to see the whole batch gets the groups of all shards.
     """
     item, groups = prepared.item, prepared.living
-    chain, layout = worker_chain(item), Layout.of(groups)
+    chain, layout = cut_chain(item.chain, item.late)[0], Layout.of(groups)
     in_shard = [group for group in groups if group.shard == item.shard]
     published = layout if len(in_shard) == len(groups) else Layout.of(in_shard)
     header: dict[str, Any] = {
