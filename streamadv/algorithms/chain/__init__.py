@@ -127,20 +127,16 @@ def run_chain(
     Raises TrajectoryError for a missing column, and EstimatorError if the estimator raises, or returns anything except
     one finite number per row, step or trainable token.
     """
-    if kl_coefficient is None:
-        kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
     if chain.config.by_source:
         moments = running if isinstance(running, Mapping) else {}
+        of_source = replace(chain, config=chain.config.model_copy(update={"by_source": False}))
         return run_by_source(
-            lambda source, part: _run(chain, part, kl_coefficient, moments.get(source)), batch
+            lambda source, part: run_chain(of_source, part, kl_coefficient, moments.get(source)), batch
         )
-    return _run(chain, batch, kl_coefficient, None if isinstance(running, Mapping) else running)
-
-
-def _run(
-    chain: Chain, batch: PackedBatch, kl_coefficient: float, running: RunningMoments | None
-) -> ChainResult:
-    state = State(batch, chain.level, kl_coefficient, running).recounted()
+    if kl_coefficient is None:
+        kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
+    of_all = None if isinstance(running, Mapping) else running
+    state = State(batch, chain.level, kl_coefficient, of_all).recounted()
     for step in chain.steps:
         state = step.run(state)
     # The estimate's metrics travel with the others, so that the host waits for a device once.

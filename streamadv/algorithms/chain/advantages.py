@@ -215,9 +215,25 @@ def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, An
             f"estimator {definition.name} returned level {result.level!r}, declared {definition.level!r}: "
             f"register it with level={result.level!r}"
         )
-    advantages = _checked(definition, batch, "advantages", result.advantages)
-    returns = None if result.returns is None else _checked(definition, batch, "returns", result.returns)
-    return replace(result, advantages=advantages, returns=returns)
+    checked = {}
+    for name in ("advantages", "returns"):
+        values: object = getattr(result, name)
+        if name == "returns" and values is None:
+            continue
+        where = f"estimator {definition.name}: {name}"
+        if not isinstance(values, torch.Tensor):
+            raise EstimatorError(f"{where} is {_kind(values)}, needs a floating-point tensor")
+        if not values.is_floating_point():
+            raise EstimatorError(f"{where} has dtype {values.dtype}, needs float64 or float32")
+        count = batch.count(definition.level)
+        if values.shape != (count,):
+            raise EstimatorError(
+                f"{where} has shape {tuple(values.shape)}, needs ({count},): one value for each {definition.level}"
+            )
+        if values.device != batch.device:
+            raise EstimatorError(f"{where} is on {values.device}, needs the batch's device {batch.device}")
+        checked[name] = values.detach()
+    return replace(result, **checked)
 
 
 def check_finite(estimator: str, inputs: tuple[str, ...], summaries: Mapping[str, float]) -> None:
@@ -232,22 +248,6 @@ def check_finite(estimator: str, inputs: tuple[str, ...], summaries: Mapping[str
                 f"estimator {estimator}: {name} is {value}, not finite in float32, over trainable tokens: "
                 f"look at what it divides by, at the rewards and at the columns it is made from ({columns})"
             )
-
-
-def _checked(definition: Estimator, batch: PackedBatch, name: str, values: object) -> Tensor:
-    where = f"estimator {definition.name}: {name}"
-    if not isinstance(values, torch.Tensor):
-        raise EstimatorError(f"{where} is {_kind(values)}, needs a floating-point tensor")
-    if not values.is_floating_point():
-        raise EstimatorError(f"{where} has dtype {values.dtype}, needs float64 or float32")
-    count = batch.count(definition.level)
-    if values.shape != (count,):
-        raise EstimatorError(
-            f"{where} has shape {tuple(values.shape)}, needs ({count},): one value for each {definition.level}"
-        )
-    if values.device != batch.device:
-        raise EstimatorError(f"{where} is on {values.device}, needs the batch's device {batch.device}")
-    return values.detach()
 
 
 def _kind(value: object) -> str:
