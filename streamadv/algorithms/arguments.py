@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from ..trajectory.columns import Array
 from .packing import numbered
 
 Dims = tuple[str | int, ...]
+#: Whose numbers to reproduce where this library differs from its peers on purpose: ROLL at 8eb27cc, verl 0.9.1, or
+#: verl at b178a3c of January 2026.
+PeerQuirks = Literal["roll", "verl", "verl-2026-01"]
 GREATEST: Final = float(torch.finfo(torch.float32).max)  # results are float32: above it they are infinite
 
 

@@ -17,6 +17,7 @@ from ..algorithms.arguments import (
     Mask,
     NotNegative,
     NumberByName,
+    PeerQuirks,
     Positive,
     Rows,
     Share,
@@ -28,7 +29,6 @@ from ..algorithms.arguments import (
 from ..algorithms.estimators.tokens import gae_scan
 from ..algorithms.kl import KLPenalty, approx_kl
 from ..algorithms.packed import PackedBatch
-from ..algorithms.quirks import PeerQuirks
 from ..algorithms.rewards import credited_rewards, outcome_rewards
 from ..algorithms.scan import reverse_scan, turn_returns
 from ..algorithms.segments import Trainable, whiten
@@ -234,8 +234,10 @@ def compute_advantage(
         advantages = returns = raw = distilled
         rewards = rewards.nan_to_num()
     else:
-        rewards = _token_rewards(rewards, tokens, whiten_rewards, peer_quirks)
-        packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
+        flat = rewards.reshape(-1)  # of masked tokens, ROLL drops them
+        flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
+        flat = whiten(flat, tokens) if whiten_rewards else flat
+        rewards, packed = flat.view(mask.shape), packed.with_columns(token_level_rewards=flat)
         estimate = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
         raw, returns = (value.view(mask.shape) for value in estimate)
         advantages = raw + distilled if teachers else raw
@@ -301,15 +303,6 @@ def compute_agentic_reinforce_return(
     returns = turn_returns(token_level_rewards.reshape(-1), tokens, gamma)
     shaped = returns.view(token_level_rewards.shape).to(torch.float32)
     return shaped, shaped
-
-
-def _token_rewards(
-    rewards: Tensor, tokens: Trainable, whitened: bool, peer_quirks: PeerQuirks | None
-) -> Tensor:
-    """[B, T]: rewards on trainable tokens; ROLL drops those on masked ones."""
-    flat = rewards.reshape(-1)
-    flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
-    return (whiten(flat, tokens) if whitened else flat).view(rewards.shape)
 
 
 def _estimate(

@@ -50,28 +50,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
+def checked(function: Callable[P, R], with_gradient: bool = False) -> Callable[P, R]:
     """Put `function` behind the door.
 
     A tensor argument may have any dtype of numbers and any strides, or be a NumPy array; it is never changed. Results
-    are float32 and contiguous, share no memory with an argument or another result, and have no gradient. Raises
-    ArgumentError for an array and OptionError for any other argument that does not fit, in one line that names it;
-    both are ValueErrors.
+    are float32 and contiguous, share no memory with an argument or another result, and have no gradient unless
+    `with_gradient`. Raises ArgumentError for an array and OptionError for any other argument that does not fit, in one
+    line that names it; both are ValueErrors.
     """
-    return _behind_door(function, with_gradient=False)
-
-
-def differentiable(function: Callable[P, R]) -> Callable[P, R]:
-    """Put `function` behind the door as `checked` does, except that its results carry gradients."""
-    return _behind_door(function, with_gradient=True)
-
-
-def unchecked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function that a decorator above has wrapped, for callers behind the door."""
-    return cast("Callable[P, R]", function.__wrapped__)  # type: ignore[attr-defined]
-
-
-def _behind_door(function: Callable[P, R], with_gradient: bool) -> Callable[P, R]:
     signature = inspect.signature(function)
     # Functions of `algorithms` name Tensor and the kinds without importing them: they are imported without torch.
     known = {**vars(arguments_module), "Tensor": Tensor, **vars(sys.modules[function.__module__])}
@@ -88,6 +74,16 @@ def _behind_door(function: Callable[P, R], with_gradient: bool) -> Callable[P, R
             return as_result(function(**arguments), call.memory)  # type: ignore[call-arg]
 
     return entrance
+
+
+def differentiable(function: Callable[P, R]) -> Callable[P, R]:
+    """Put `function` behind the door as `checked` does, except that its results carry gradients."""
+    return checked(function, with_gradient=True)
+
+
+def unchecked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function that a decorator above has wrapped, for callers behind the door."""
+    return cast("Callable[P, R]", function.__wrapped__)  # type: ignore[attr-defined]
 
 
 def kind_of(hint: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..algorithms.arguments import BoundOrText, Mask, NotNegative, Tokens
+from ..algorithms.arguments import BoundOrText, Mask, NotNegative, PeerQuirks, Tokens
 from ..algorithms.chain_metrics import fetch, off_policy_metrics
 from ..algorithms.off_policy import (
     BoundMode,
@@ -14,7 +14,6 @@ from ..algorithms.off_policy import (
     importance_weights,
     reject,
 )
-from ..algorithms.quirks import PeerQuirks
 from ..errors import OptionError
 from ..messages import brief
 from .entrance import checked, unchecked
@@ -190,7 +189,14 @@ def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejecti
         raise OptionError(
             f"rollout_rs_threshold {thresholds!r} has {len(specs)} bounds for {len(kinds)} kinds"
         )
-    return [_rejection(kind, spec) for kind, spec in zip(kinds, specs, strict=True)]
+    rejections = []
+    for kind, spec in zip(kinds, specs, strict=True):
+        bounds = _numbers(spec)
+        if not bounds:
+            raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers")
+        name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
+        rejections.append(Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None))
+    return rejections
 
 
 def parse_bounds(threshold: str) -> tuple[float | None, float]:
@@ -210,11 +216,3 @@ def _numbers(bounds: str) -> list[float]:
     except ValueError:
         return []
     return numbers if len(numbers) <= 2 else []
-
-
-def _rejection(kind: str, spec: str) -> Rejection:
-    bounds = _numbers(spec)
-    if not bounds:
-        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers")
-    name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
-    return Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None)

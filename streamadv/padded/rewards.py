@@ -18,14 +18,13 @@ from ..algorithms.arguments import (
     Count,
     Labels,
     NotNegative,
+    PeerQuirks,
     Rows,
     Share,
     Values,
 )
-from ..algorithms.quirks import PeerQuirks
-from ..algorithms.rewards import NormScope, RunningMoments, normalise
 from ..algorithms.scan import scan_segments
-from ..algorithms.segments import moments
+from ..algorithms.segments import NormScope, RunningMoments, moments, normalise
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results
 from .layout import group_order, label_numbers, pair_numbers, ungrouped

@@ -10,10 +10,9 @@ from typing import Annotated, get_args
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, Positive, Tokens
+from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, PeerQuirks, Positive, Tokens
 from ..algorithms.chain_metrics import SAFETY_BOUND
 from ..algorithms.off_policy import RatioLevel, at_level
-from ..algorithms.quirks import PeerQuirks
 from ..errors import OptionError
 from .entrance import checked
 from .layout import padded_tokens

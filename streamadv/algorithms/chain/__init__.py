@@ -19,7 +19,7 @@ from ...extras import torch
 from ..chain_metrics import fetch
 from ..packed import Level, PackedBatch
 from ..registry import SCOPES, Scope
-from ..rewards import RunningMoments
+from ..segments import RunningMoments
 from .advantages import check_finite, estimating_steps
 from .config import ChainConfig, parse_config
 from .correction import correction_step

@@ -215,7 +215,7 @@ def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, An
             f"estimator {definition.name} returned level {result.level!r}, declared {definition.level!r}: "
             f"register it with level={result.level!r}"
         )
-    checked = {}
+    checked: dict[str, Any] = {}
     for name in ("advantages", "returns"):
         values: object = getattr(result, name)
         if name == "returns" and values is None:

@@ -15,13 +15,12 @@ from ..registry import Scope, get_estimator
 from ..rewards import (
     clip,
     credited,
-    normalise,
     outcome_rewards,
     overlong_penalty,
     step_rewards,
     truncation_penalty,
 )
-from ..segments import segment_sum, summarise, whiten, whole
+from ..segments import normalise, segment_sum, summarise, whiten, whole
 from .config import ChainConfig, KLConfig, RewardConfig
 from .step import ChainStep, State
 
