@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import OptionError
 from ..extras import torch
-from .chain_metrics import (
-    SAFETY_BOUND,
-    Metric,
-    mean,
-    rejection_metrics,
-    rows_that_count,
-    weight_metrics,
-)
+from .chain_metrics import SAFETY_BOUND, Metric, mean, rejection_metrics, rows_that_count, weight_metrics
 from .scan import turn_mean
 from .segments import Trainable, segment_max, spread
 

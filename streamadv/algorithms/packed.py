@@ -170,7 +170,7 @@ class PackedBatch:
         """How many values a result of `level` has: R, S or N. Raises OptionError for an unknown level."""
         if level not in LEVELS:
             raise OptionError(f"level {brief(level)} is unknown: choose one of {', '.join(LEVELS)}")
-        return {"row": self.num_rows, "step": len(self.steps), "token": self.num_tokens}[level]
+        return {"row": len(self.row_trajectory), "step": len(self.steps), "token": self.num_tokens}[level]
 
     def with_columns(self, **columns: Tensor) -> PackedBatch:
         """A copy with columns added or replaced."""

@@ -26,7 +26,7 @@ from ..algorithms.arguments import (
     Values,
     Whole,
 )
-from ..algorithms.estimators.tokens import gae_scan
+from ..algorithms.estimators.tokens import vtrace_scan
 from ..algorithms.kl import KLPenalty, approx_kl
 from ..algorithms.packed import PackedBatch
 from ..algorithms.rewards import credited_rewards, outcome_rewards
@@ -312,7 +312,7 @@ def _estimate(
     rewards = batch.column("token_level_rewards")
     tokens = batch.all_tokens if peer_quirks else batch.trainable_tokens
     if name == "gae":
-        return gae_scan(rewards, batch.column("values"), tokens, gamma, lambd)
+        return vtrace_scan(rewards, batch.column("values"), None, tokens, gamma, lam=lambd)
     if name == "agentic_reinforce":
         returns = turn_returns(rewards, batch.trainable_tokens, gamma)
     else:

@@ -34,15 +34,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import arguments as arguments_module
-from ..algorithms.arguments import (
-    GREATEST,
-    Call,
-    Choice,
-    Instance,
-    Number,
-    Optional,
-    Values,
-)
+from ..algorithms.arguments import GREATEST, Call, Choice, Instance, Number, Optional
 from ..errors import ArgumentError
 from ..messages import brief
 
@@ -141,8 +133,17 @@ def check_numbers(call: Call) -> None:
             )
     totals = values[len(call.bad_masks) :]
     for (name, tensor, kind), total in zip(numbers, totals, strict=True):
-        if not abs(total) <= GREATEST:
-            _check_finite(name, tensor, kind, call)
+        if abs(total) <= GREATEST:
+            continue
+        infinite = ~(tensor.abs() <= GREATEST)
+        mask = next((mask for _, mask in call.masks if mask.shape == tensor.shape), None)
+        if mask is not None:
+            infinite &= (mask | ~tensor.isnan()) if kind.spills else mask
+        for index in infinite.nonzero()[:1].tolist():
+            where = "" if mask is None else " where the mask is set"
+            raise ArgumentError(
+                f"{name}{index} is {tensor[tuple(index)].item()}, needs a finite float32 number{where}"
+            )
 
 
 def as_result(result: R, memory: set[int]) -> R:
@@ -158,17 +159,3 @@ def as_result(result: R, memory: set[int]) -> R:
         address = tensor.untyped_storage().data_ptr()
     memory.add(address)
     return tensor  # type: ignore[return-value]
-
-
-def _check_finite(name: str, tensor: Tensor, kind: Values, call: Call) -> None:
-    bad = ~(tensor.abs() <= GREATEST)
-    mask = next((mask for _, mask in call.masks if mask.shape == tensor.shape), None)
-    if mask is not None:
-        bad &= (mask | ~tensor.isnan()) if kind.spills else mask
-    indices = bad.nonzero()
-    if len(indices):
-        index = indices[0].tolist()
-        where = "" if mask is None else " where the mask is set"
-        raise ArgumentError(
-            f"{name}{index} is {tensor[tuple(index)].item()}, needs a finite float32 number{where}"
-        )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.arguments import Labels, Mask, PeerQuirks, Positive, Rows, Share, TokenRewards, Tokens
-from ..algorithms.estimators.tokens import BASELINE_NEEDS, baseline_scan, gae_scan, optimal_token_baseline
+from ..algorithms.estimators.tokens import BASELINE_NEEDS, baseline_scan, optimal_token_baseline, vtrace_scan
 from ..algorithms.packed import PackedBatch
 from ..algorithms.registry import get_estimator
 from ..algorithms.rewards import credited
@@ -42,7 +42,8 @@ def compute_gae_advantage_return(
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
     tokens, value = batch.trainable_tokens, batch.column("values")
-    advantages, returns = gae_scan(batch.column("token_level_rewards"), value, tokens, gamma, lam)
+    rewards = batch.column("token_level_rewards")
+    advantages, returns = vtrace_scan(rewards, value, None, tokens, gamma, lam=lam)
     if peer_quirks:  # a masked token takes over what the next action has
         carried = reverse_scan(advantages, (~tokens.mask).to(torch.float32), batch.all_tokens)
         advantages, returns = whiten(carried, tokens, everywhere=True), carried + value

@@ -93,7 +93,25 @@ def compute_rollout_rejection_mask(
     kinds or one per kind, comma-separated; "lower_upper", or the upper bound alone. A single bound of k1 below 1
     rejects everything (verl: raises).
     """
-    rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
+    kinds = list(dict.fromkeys(name.strip() for name in rollout_rs.split(",") if name.strip()))
+    if not kinds:
+        raise OptionError(f"rollout_rs {rollout_rs!r} names no rejection: leave it out or name one")
+    if rollout_rs_threshold is None:
+        raise OptionError(f"rollout_rs_threshold is missing: rollout_rs {rollout_rs!r} needs bounds")
+    specs = [spec.strip() for spec in str(rollout_rs_threshold).split(",") if spec.strip()]
+    if len(specs) == 1:
+        specs *= len(kinds)
+    if len(specs) != len(kinds):
+        raise OptionError(
+            f"rollout_rs_threshold {rollout_rs_threshold!r} has {len(specs)} bounds for {len(kinds)} kinds"
+        )
+    rejections = []
+    for kind, spec in zip(kinds, specs, strict=True):
+        bounds = _numbers(spec)
+        if not bounds:
+            raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers")
+        name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
+        rejections.append(Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None))
     for rejection in rejections if peer_quirks == "verl" else ():
         lower, upper = rejection.bounds
         if lower > upper:
@@ -173,30 +191,6 @@ def compute_rollout_correction_and_rejection_mask(
         )
         metrics |= weight_metrics
     return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
-
-
-def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejection]:
-    """verl's comma-separated kinds and bounds as rejections. Raises OptionError."""
-    kinds = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    if not kinds:
-        raise OptionError(f"rollout_rs {names!r} names no rejection: leave it out or name one")
-    if thresholds is None:
-        raise OptionError(f"rollout_rs_threshold is missing: rollout_rs {names!r} needs bounds")
-    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
-    if len(specs) == 1:
-        specs *= len(kinds)
-    if len(specs) != len(kinds):
-        raise OptionError(
-            f"rollout_rs_threshold {thresholds!r} has {len(specs)} bounds for {len(kinds)} kinds"
-        )
-    rejections = []
-    for kind, spec in zip(kinds, specs, strict=True):
-        bounds = _numbers(spec)
-        if not bounds:
-            raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers")
-        name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
-        rejections.append(Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None))
-    return rejections
 
 
 def parse_bounds(threshold: str) -> tuple[float | None, float]:

@@ -13,16 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import (
-    Call,
-    Count,
-    Labels,
-    NotNegative,
-    PeerQuirks,
-    Rows,
-    Share,
-    Values,
-)
+from ..algorithms.arguments import Call, Count, Labels, NotNegative, PeerQuirks, Rows, Share, Values
 from ..algorithms.scan import scan_segments
 from ..algorithms.segments import NormScope, RunningMoments, moments, normalise
 from ..errors import ArgumentError, OptionError

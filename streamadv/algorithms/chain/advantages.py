@@ -5,12 +5,9 @@ An estimator may be a user's: what it raises is named, and what it returns is ch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ...errors import EstimatorError, SettingError, StreamadvError
 from ...extras import torch
@@ -190,9 +187,6 @@ def level_weight(state: State) -> Tensor:
     return torch.where(batch.baseline[steps.trajectory], 0, steps.end - steps.start)
 
 
-GREATEST_FLOAT32: Final = float(np.finfo(np.float32).max)
-
-
 def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, Any]) -> Estimate:
     """The estimate of `definition` for `batch`: floating point, one value per row, step or token, no gradient.
 
@@ -234,20 +228,6 @@ def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, An
             raise EstimatorError(f"{where} is on {values.device}, needs the batch's device {batch.device}")
         checked[name] = values.detach()
     return replace(result, **checked)
-
-
-def check_finite(estimator: str, inputs: tuple[str, ...], summaries: Mapping[str, float]) -> None:
-    """Raise EstimatorError unless float32 can hold all values of `summaries`.
-
-    summaries: `chain_metrics.summary` of the estimate's advantages and returns over trainable tokens.
-    """
-    for name, value in summaries.items():
-        if not math.isfinite(value) or abs(value) > GREATEST_FLOAT32:
-            columns = ", ".join(inputs) or "none"
-            raise EstimatorError(
-                f"estimator {estimator}: {name} is {value}, not finite in float32, over trainable tokens: "
-                f"look at what it divides by, at the rewards and at the columns it is made from ({columns})"
-            )
 
 
 def _kind(value: object) -> str:
