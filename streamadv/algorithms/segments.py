@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
@@ -30,22 +31,15 @@ class Moments(NamedTuple):
     centred: Tensor  # value - mean, exactly 0 where all counted values are equal
 
 
-def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: sum of `values` [K] over a segment, 0 for an empty one."""
+def _reduced(how: str, initial: float, values: Tensor, offsets: Tensor) -> Tensor:
+    """[G] float64: the `values` [K] of a segment as one; `initial` for an empty one."""
     values = values.to(torch.float64)
-    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+    return torch.segment_reduce(values, how, offsets=offsets, initial=initial, unsafe=True)
 
 
-def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: least value of a segment, inf for an empty one."""
-    values = values.to(torch.float64)
-    return torch.segment_reduce(values, "min", offsets=offsets, initial=torch.inf, unsafe=True)
-
-
-def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: greatest value of a segment, -inf for an empty one."""
-    values = values.to(torch.float64)
-    return torch.segment_reduce(values, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
+segment_sum = partial(_reduced, "sum", 0)
+segment_min = partial(_reduced, "min", math.inf)
+segment_max = partial(_reduced, "max", -math.inf)
 
 
 def keyed_sum(values: Tensor, keys: Tensor, size: int) -> Tensor:

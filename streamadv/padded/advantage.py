@@ -96,7 +96,17 @@ def compute_token_reward(
     columns = take_columns(batch, kinds, call)
     mask = aligned_mask(columns["response_mask"], columns.get("old_log_probs"), call)
     check_numbers(call)
-    rewards = _placed(columns, mask, peer_quirks)
+    row_rewards = columns["response_level_rewards"]
+    if not peer_quirks:
+        rewards = outcome_rewards(as_batch(mask, {}, row_rewards)[0]).view(mask.shape)
+    else:
+        rewards = unchecked(expand_to_token_level)(
+            row_rewards, columns["attention_mask"], columns["position_ids"]
+        )
+        if rewards.shape != mask.shape:
+            raise ArgumentError(
+                f"old_log_probs has width {mask.shape[1]}, ROLL's has {rewards.shape[1]}: cut it"
+            )
     kl = torch.zeros_like(rewards)
     if len(log_probs) == 2:
         kl = approx_kl(columns["old_log_probs"], columns["ref_log_probs"], kl_penalty)
@@ -150,20 +160,6 @@ def clip_tokens(
     outside = (values.abs() > limit).to(torch.float32)
     share = outside.mean() if peer_quirks and outside.numel() else unchecked(masked_mean)(outside, mask)
     return values.clamp(-limit, limit), share.item()
-
-
-def _placed(columns: Batch, mask: Tensor, peer_quirks: PeerQuirks | None) -> Tensor:
-    """[B, T] float32: each row's reward on its last trainable token; ROLL's place is the last attended one."""
-    row_rewards = columns["response_level_rewards"]
-    if not peer_quirks:
-        packed, _ = as_batch(mask, {}, row_rewards)
-        return outcome_rewards(packed).view(mask.shape)
-    rewards = unchecked(expand_to_token_level)(
-        row_rewards, columns["attention_mask"], columns["position_ids"]
-    )
-    if rewards.shape != mask.shape:
-        raise ArgumentError(f"old_log_probs has width {mask.shape[1]}, ROLL's has {rewards.shape[1]}: cut it")
-    return rewards
 
 
 def _mean_kl(kl: Tensor, mask: Tensor, peer_quirks: PeerQuirks | None) -> float:

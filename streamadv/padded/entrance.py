@@ -43,13 +43,7 @@ R = TypeVar("R")
 
 
 def checked(function: Callable[P, R], with_gradient: bool = False) -> Callable[P, R]:
-    """Put `function` behind the door.
-
-    A tensor argument may have any dtype of numbers and any strides, or be a NumPy array; it is never changed. Results
-    are float32 and contiguous, share no memory with an argument or another result, and have no gradient unless
-    `with_gradient`. Raises ArgumentError for an array and OptionError for any other argument that does not fit, in one
-    line that names it; both are ValueErrors.
-    """
+    """Put `function` behind the door that `streamadv.padded` describes. with_gradient: its results have gradients."""
     signature = inspect.signature(function)
     # Functions of `algorithms` name Tensor and the kinds without importing them: they are imported without torch.
     known = {**vars(arguments_module), "Tensor": Tensor, **vars(sys.modules[function.__module__])}

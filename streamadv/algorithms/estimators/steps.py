@@ -125,13 +125,17 @@ def step_rloo(batch: PackedBatch, *, gamma: Share = 1.0, compare: Compared = "nu
     trajectory = steps.trajectory[order]
     counted = (~batch.baseline)[trajectory].double()
     stats = moments(returns[order], offsets, counted)
-    own = _own_spans(trajectory, offsets)
+    # The runs of one trajectory within one set.
+    compared = spread(torch.arange(len(offsets) - 1, device=trajectory.device), offsets, len(order))
+    begins = torch.ones(len(order), dtype=torch.bool, device=trajectory.device)
+    begins[1:] = (trajectory[1:] != trajectory[:-1]) | (compared[1:] != compared[:-1])
+    own = offsets_of(torch.cumsum(begins, 0) - 1, len(order))
     own_sum = spread(segment_sum(stats.centred * counted, own), own, len(order))
     own_size = spread(segment_sum(counted, own), own, len(order))
     others = stats.size - own_size
     # The centred values of all trajectories sum to 0, so those of the others sum to minus the own ones.
-    compared = stats.centred + own_sum / others.clamp(min=1)
-    advantages = torch.where(others > 0, compared, returns[order])
+    against_others = stats.centred + own_sum / others.clamp(min=1)
+    advantages = torch.where(others > 0, against_others, returns[order])
     return Estimate("step", torch.empty_like(returns).scatter(0, order, advantages), returns)
 
 
@@ -153,15 +157,6 @@ def _comparable(batch: PackedBatch, compare: Compared) -> tuple[Tensor, Tensor]:
     begins = torch.ones(len(key), dtype=torch.bool, device=key.device)
     begins[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1]) | (key[1:] < 0)
     return order, offsets_of(torch.cumsum(begins, 0) - 1, len(key))
-
-
-def _own_spans(trajectory: Tensor, offsets: Tensor) -> Tensor:
-    """Offsets of the runs of one trajectory within one set. trajectory [S]: of the ordered steps."""
-    count = len(trajectory)
-    compared = spread(torch.arange(len(offsets) - 1, device=trajectory.device), offsets, count)
-    begins = torch.ones(count, dtype=torch.bool, device=trajectory.device)
-    begins[1:] = (trajectory[1:] != trajectory[:-1]) | (compared[1:] != compared[:-1])
-    return offsets_of(torch.cumsum(begins, 0) - 1, count)
 
 
 @estimator("gigpo", scope="group", level="step")
