@@ -69,15 +69,14 @@ def pack_trajectories(
     """
     ordered = sorted(trajectories, key=lambda one: (one.group_id, one.rollout_index))
     names = list(dict.fromkeys(names))
+    owners: dict[str, Owner] = {}
     for one in ordered:
+        owners.setdefault(one.group_id, (one.group_id, one.data_source))
         where = f"member {(one.group_id, one.rollout_index)}"
         if not one.status.usable:
             raise TrajectoryError(f"{where} has status {one.status}: leave unusable members out")
         if missing := [name for name in names if not all(name in row.columns for row in one.rows)]:
             raise TrajectoryError(f"{where} has no column {missing[0]}: give it to all rows")
-    owners: dict[str, Owner] = {}
-    for one in ordered:
-        owners.setdefault(one.group_id, (one.group_id, one.data_source))
     numbers = {group_id: number for number, group_id in enumerate(owners)}
     rows = [row.columns for one in ordered for row in one.rows]
     return _packed(
