@@ -16,10 +16,10 @@ from torch import Tensor
 
 from streamadv import padded
 from streamadv.algorithms import expand, run_chain
+from streamadv.algorithms.arguments import PeerQuirks
 from streamadv.algorithms.chain import cut_chain
 from streamadv.algorithms.estimators.steps import discounted_returns
 from streamadv.algorithms.kl import column_kl
-from streamadv.algorithms.quirks import PeerQuirks
 from streamadv.algorithms.registry import get_estimator
 from streamadv.algorithms.segments import whiten
 from streamadv.padded.rewards import AdvEstimator

@@ -22,7 +22,7 @@ import redis
 from fakeredis.commands_mixins import scripting_mixin
 
 from streamadv.advantage.compute import compute_safely
-from streamadv.advantage.prepare import prepare_or_discard
+from streamadv.advantage.prepare import prepare
 from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.device import choose_device
 from streamadv.batch.hold import read_hold
@@ -260,7 +260,7 @@ def compute_all(run: Run, consumer: Consumer | None = None) -> int:
     published = 0
     for entries in batches_read(consumer, 1):
         for entry in entries:
-            prepared = prepare_or_discard(run, entry)
+            prepared = prepare(run, entry)
             if prepared is not None:
                 published += publish(run, compute_safely(run, prepared, CPU))
         consumer.done(entries)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.chain import run_chain
+from ..algorithms.chain import cut_chain, run_chain
 from ..algorithms.packed import Level, PackedBatch
 from ..algorithms.packing import empty_column, pack_members
 from ..batch.record import Death
@@ -37,7 +37,7 @@ from ..run.consumer import ADVANTAGE
 from ..run.hangs import call_within
 from ..run.kept import RESULTS_OF
 from ..trajectory.columns import Array
-from .prepare import PreparedItem, worker_chain
+from .prepare import PreparedItem
 from .results import counts_of, results_of_groups
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
     A chain that has to see the whole batch gets the groups of all shards.
     """
     item, groups = prepared.item, prepared.living
-    chain, layout = worker_chain(item), Layout.of(groups)
+    chain, layout = cut_chain(item.chain, item.late)[0], Layout.of(groups)
     in_shard = [group for group in groups if group.shard == item.shard]
     published = layout if len(in_shard) == len(groups) else Layout.of(in_shard)
     header: dict[str, Any] = {
@@ -86,14 +86,17 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
         return ComputedItem(computed, published, json.dumps(header))
     batch = pack_members(layout, lay_out(layout, prepared.columns, chain.needs, device), device)
     result = run_chain(chain, batch, item.kl_coefficient, running_of(item.running))
-    # [M] bool: those of the shard; None = all of them.
-    chosen = None
+    # By level, which values are of members of the shard, bool; none: all are.
+    chosen: dict[str, Tensor] = {}
     if published is not layout:
         is_published = np.array([group.shard == item.shard for group in groups], np.bool_)
-        chosen = torch.from_numpy(is_published[layout.group]).to(device)
+        chosen["trajectory"] = torch.from_numpy(is_published[layout.group]).to(device)
+        chosen["step"] = chosen["trajectory"][batch.steps.trajectory]
+        chosen["row"] = chosen["trajectory"][batch.row_trajectory]
+        chosen["token"] = chosen["row"][batch.token_row]
 
     def pick(level: str, values: Tensor) -> Array:
-        picked = values if chosen is None else values[at_level(batch, level, chosen)]
+        picked = values[chosen[level]] if chosen else values
         return np.ascontiguousarray(picked.cpu().numpy())
 
     results = {
@@ -118,26 +121,15 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
         json.dumps(header),
         results,
         outputs,
-        _sample(batch, result.level, result.advantages, chosen),
-        _sample(batch, "token", result.columns.get("rollout_is_weights"), chosen),
+        _sample(batch, result.level, result.advantages, chosen.get(result.level)),
+        _sample(batch, "token", result.columns.get("rollout_is_weights"), chosen.get("token")),
     )
 
 
-def at_level(batch: PackedBatch, level: str, mask: Tensor) -> Tensor:
-    """A mask [M] of trajectories, at a level: [M], [R], [S] or [N]."""
-    if level == "trajectory":
-        return mask
-    if level == "step":
-        return mask[batch.steps.trajectory]
-    mask = mask[batch.row_trajectory]
-    return mask if level == "row" else mask[batch.token_row]
-
-
-def _sample(batch: PackedBatch, level: Level, values: Tensor | None, chosen: Tensor | None) -> Sample | None:
-    """Those of `values` that are of `chosen` trajectories, for the metrics; of tokens as `sample_tokens`."""
+def _sample(batch: PackedBatch, level: Level, values: Tensor | None, mask: Tensor | None) -> Sample | None:
+    """Those of `values` where `mask` is true (None = all), for the metrics; of tokens as `sample_tokens`."""
     if values is None:
         return None
-    mask = None if chosen is None else at_level(batch, level, chosen)
     if level == "token":
         return sample_tokens(batch, values, mask)
     return Sample((values if mask is None else values[mask]).cpu().numpy())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from .. import tracing
-from ..algorithms.chain import Chain, cut_chain
+from ..algorithms.chain import cut_chain
 from ..batch.exclusion import read_exclusions
 from ..batch.record import Death, WorkItem, find_record, read_records, work_items
 from ..errors import BatchLostError, SettingError, WireError
@@ -43,11 +43,6 @@ class PreparedItem:
         return [group for group in self.groups if group.group_id not in self.dead]
 
 
-def worker_chain(item: WorkItem) -> Chain:
-    """The part of the chain that workers run: up to the first step needing a late column."""
-    return cut_chain(item.chain, item.late)[0]
-
-
 def check_chains(run: Run) -> None:
     """Raise SettingError if a batch is named whose chain this process cannot build."""
     for record in read_records(run).values():
@@ -57,13 +52,34 @@ def check_chains(run: Run) -> None:
             raise SettingError(f"batch {record.k} of run {run.name}: {error}") from error
 
 
-def prepare_or_discard(run: Run, entry: Entry) -> PreparedItem | None:
-    """`prepare`; None after finishing an entry that asks for nothing.
+def prepare(run: Run, entry: Entry) -> PreparedItem | None:
+    """Fetch what a work item needs: its groups, and of their columns those that its chain reads.
 
-    Its batch is gone (undone, or committed before the server forgot that), or it is no work item at all.
+    None after finishing an entry that asks for nothing: its batch is gone (undone, or committed before the server
+    forgot that), or it is no work item at all. Raises SettingError for a chain that this process cannot build.
     """
+    since = tracing.now()
+    columns: dict[str, dict[str, Array]] = {}
+    dead: dict[str, Death] = {}
     try:
-        return prepare(run, entry)
+        item = _work_item_of(run, entry)
+        groups = _living_groups(run, item, item.groups)
+        needs = cut_chain(item.chain, item.late)[0].needs
+        if needs:
+            group_ids = [group.group_id for group in groups for _ in group.packets]
+            packets = [packet for group in groups for packet in group.packets]
+            for group_id, fetched in zip(group_ids, fetch_columns(run, packets, needs), strict=True):
+                columns[fetched.packet.key] = fetched.columns
+                problem = fetched.problem
+                if problem is None and (missing := [name for name in needs if name not in fetched.columns]):
+                    problem = f"column {missing[0]} is missing in the payload"
+                if problem is not None:
+                    first, *others = fetched.packet.members.table["index"].tolist()
+                    name = f"rollouts {first} to {others[-1]}" if others else f"rollout {first}"
+                    dead.setdefault(group_id, Death("undecodable", f"{name}: {problem}"))
+        if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
+            _living_groups(run, item, [pointer for pointer in item.groups if pointer.group_id in dead])
+        return PreparedItem(entry, item, groups, columns, dead, since, share_kept(run.manifest, "trained"))
     except WireError as error:
         shard = run.shards[entry.shard]
         reject(shard, shard.keys.work, entry.id, str(error), entry.fields, stage=ADVANTAGE)
@@ -72,35 +88,6 @@ def prepare_or_discard(run: Run, entry: Entry) -> PreparedItem | None:
         logger.warning("%s: %s", ADVANTAGE, error, extra=fields)
         run.shards[entry.shard].call("discard", [ADVANTAGE, entry.id, entry.fields[b"work"]])
     return None
-
-
-def prepare(run: Run, entry: Entry) -> PreparedItem:
-    """Fetch what a work item needs: its groups, and of their columns those that its chain reads.
-
-    Raises WireError for an entry that is no work item, BatchLostError if a group is gone, SettingError for a chain
-    that this process cannot build.
-    """
-    since = tracing.now()
-    item = _work_item_of(run, entry)
-    groups = _living_groups(run, item, item.groups)
-    needs = worker_chain(item).needs
-    columns: dict[str, dict[str, Array]] = {}
-    dead: dict[str, Death] = {}
-    if needs:
-        group_ids = [group.group_id for group in groups for _ in group.packets]
-        packets = [packet for group in groups for packet in group.packets]
-        for group_id, fetched in zip(group_ids, fetch_columns(run, packets, needs), strict=True):
-            columns[fetched.packet.key] = fetched.columns
-            problem = fetched.problem
-            if problem is None and (missing := [name for name in needs if name not in fetched.columns]):
-                problem = f"column {missing[0]} is missing in the payload"
-            if problem is not None:
-                first, *others = fetched.packet.members.table["index"].tolist()
-                name = f"rollouts {first} to {others[-1]}" if others else f"rollout {first}"
-                dead.setdefault(group_id, Death("undecodable", f"{name}: {problem}"))
-    if dead:  # a batch that was committed meanwhile has no payloads any more, and nothing is wrong
-        _living_groups(run, item, [pointer for pointer in item.groups if pointer.group_id in dead])
-    return PreparedItem(entry, item, groups, columns, dead, since, share_kept(run.manifest, "trained"))
 
 
 def _living_groups(run: Run, item: WorkItem, pointers: Sequence[Pointer]) -> list[LoggedGroup]:

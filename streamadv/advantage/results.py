@@ -28,6 +28,8 @@ _RESULTS: Final[dict[str, np.dtype[Any]]] = {
     "advantages": np.dtype("<f4"),
     "returns": np.dtype("<f4"),
 }
+#: What a result has a number for each of; others have one at the level of the chain.
+_LEVELS: Final = {"rewards": "trajectory", "step_rewards": "step"}
 
 Count = Annotated[int, Field(ge=0, lt=1 << 40)]  # sums of them fit into 64 bits
 
@@ -105,10 +107,11 @@ def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
         if field in _RESULT_FIELDS:
             continue
         name = field.decode(errors="replace")
-        if name not in _RESULTS or _level_of(name, header.level) == "token":
+        level = _LEVELS.get(name, header.level)
+        if name not in _RESULTS or level == "token":
             raise WireError(f"result {one_line(name)} is unknown at level {header.level}")
         dtype = _RESULTS[name]
-        size = counts[_level_of(name, header.level)] * dtype.itemsize
+        size = counts[level] * dtype.itemsize
         if len(raw) != size:
             raise WireError(f"result {name} has {len(raw)} bytes, needs {size}")
         numbers[name] = np.frombuffer(raw, dtype)
@@ -152,7 +155,7 @@ def results_of_groups(
     first = np.searchsorted(layout.group, np.arange(len(layout.groups) + 1))
     spans = {name: bound[first] for name, bound in _bounds_of(layout.members).items()}  # of groups
     arrays = [
-        Numbers(name, _level_of(name, level), np.frombuffer(raw, _RESULTS[name]))
+        Numbers(name, _LEVELS.get(name, level), np.frombuffer(raw, _RESULTS[name]))
         for name, raw in results.items()
     ]
     arrays += [
@@ -177,11 +180,6 @@ def _bounds_of(members: Members) -> dict[str, Positions]:
     }
 
 
-def _level_of(result: str, level: Level) -> str:
-    """Granularity of a result: trajectory, row, step or token. level: that of advantages and returns."""
-    return {"rewards": "trajectory", "step_rewards": "step"}.get(result, level)
-
-
 class BatchResults:
     """The results of all work items of a batch, for the M members of a layout of its living groups.
 
@@ -192,6 +190,14 @@ class BatchResults:
     def __init__(self, results: Sequence[Result], layout: Layout) -> None:
         """results: of the batch's work items, in their order; no `misfit`. layout: whole groups."""
         self.results = [result for result in results if result.header.groups]
+        #: Of the advantages and returns.
+        self.level: Level = self.results[0].header.level if self.results else "row"
+        names = [set(result.numbers) for result in self.results]
+        columns = [set(result.header.columns) for result in self.results]
+        #: Results with a number per trajectory, row or step, that all members have.
+        self.names: set[str] = set.intersection(*names) if names else set()
+        #: Results with a number per token, that all members have: columns of the output hashes.
+        self.columns: list[str] = sorted(set.intersection(*columns)) if columns else []
         counts = [count for result in self.results for count in result.header.groups]
         number_of = {count.group_id: number for number, count in enumerate(counts)}
         group = np.array([number_of[group.group_id] for group in layout.groups], np.int64)[layout.group]
@@ -214,26 +220,10 @@ class BatchResults:
         #: [M]: the member's first token in these columns.
         self.first_token: Positions = self._start["token"] - tokens[self.result]
 
-    @property
-    def level(self) -> Level:
-        """Of the advantages and returns."""
-        return self.results[0].header.level
-
-    @property
-    def names(self) -> set[str]:
-        """Results with a number per trajectory, row or step, that all members have."""
-        return set.intersection(*(set(result.numbers) for result in self.results)) if self.results else set()
-
-    @property
-    def columns(self) -> list[str]:
-        """Results with a number per token, that all members have: columns of the output hashes."""
-        names = [set(result.header.columns) for result in self.results]
-        return sorted(set.intersection(*names)) if names else []
-
     def numbers(self, name: str, members: Positions | Sequence[int]) -> Array:
         """The numbers of one of `names`, of each of the `members` in turn."""
         positions = np.asarray(members, np.int64)
-        level = _level_of(name, self.level) if self.results else "trajectory"
+        level = _LEVELS.get(name, self.level)
         start, length = self._start[level][positions], self._length[level][positions]
         end_to_end = np.concatenate([np.zeros(0, _RESULTS[name]), *(r.numbers[name] for r in self.results)])
         values: Array = end_to_end[np.repeat(start - offsets(length)[:-1], length) + np.arange(length.sum())]

@@ -27,7 +27,7 @@ from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import run_transaction, script_call
 from ..store.waiting import Blocked, Wait
 from .compute import ComputedItem, compute_safely
-from .prepare import PreparedItem, check_chains, prepare_or_discard
+from .prepare import PreparedItem, check_chains, prepare
 
 #: Reply of `publish.lua` when the output was gone.
 LOST: Final = -1
@@ -175,7 +175,7 @@ class Worker:
         """Prepare one entry for the computation."""
         try:
             with metrics.timed(ADVANTAGE, "read"):
-                prepared = prepare_or_discard(self._run, entry)
+                prepared = prepare(self._run, entry)
         except RETRYABLE as error:
             self._consumer.done([entry])  # still pending: read again with this consumer's pending entries
             self._consumer.reread_pending()

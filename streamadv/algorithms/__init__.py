@@ -3,13 +3,13 @@
 In reading order:
 
 - `packed` is the batch and what must hold of it, with `packing` (from trajectories to a batch), `segments` (sums and
-  moments, which tokens count, whitening) and `scan` (reverse recurrences, turns). `kernels` are the compiled loops on a
-  CPU; the function that calls a kernel has the same in torch, for other devices, beside it.
+  moments, normalising and whitening, which tokens count) and `scan` (reverse recurrences, turns). `kernels` are the
+  compiled loops on a CPU; the function that calls a kernel has the same in torch, for other devices, beside it.
 - The maths by subject: `rewards`, `kl`, `off_policy`, `chain_metrics`.
 - `registry` and `estimators` turn rewards into advantages.
 - `chain` composes all of it from a configuration.
 - `device` chooses where a process computes.
-- `arguments` and `quirks` serve `streamadv.padded`: what an argument must be, and whose numbers to reproduce.
+- `arguments` serves `streamadv.padded`: what an argument must be, and whose numbers to reproduce.
 
 Where new things go:
 
@@ -30,7 +30,7 @@ from .chain_metrics import merge_metrics
 from .packed import PackedBatch, Steps, expand
 from .packing import pack_trajectories
 from .registry import Estimate, estimator, estimator_names
-from .rewards import RunningMoments
+from .segments import RunningMoments
 
 __all__ = [
     "Chain",

@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from ..trajectory.columns import Array
 from .packing import numbered
 
 Dims = tuple[str | int, ...]
+#: Whose numbers to reproduce where this library differs from its peers on purpose: ROLL at 8eb27cc, verl 0.9.1, or
+#: verl at b178a3c of January 2026.
+PeerQuirks = Literal["roll", "verl", "verl-2026-01"]
 GREATEST: Final = float(torch.finfo(torch.float32).max)  # results are float32: above it they are infinite
 
 
@@ -256,7 +259,15 @@ Length = Annotated[int, Number(low=0, whole=True)]
 
 def _tensor(name: str, value: Any, call: Call, dims: Dims, or_dims: Dims | None = None) -> Tensor:
     if isinstance(value, np.ndarray):
-        value = _from_numpy(name, value)
+        if value.dtype.kind not in "biuf":
+            raise ArgumentError(f"{name} has dtype {value.dtype}, needs numbers")
+        dtype = value.dtype.newbyteorder("=")
+        if dtype.kind == "u" and dtype.itemsize > 1:
+            dtype = np.dtype(np.int64 if dtype.itemsize < 8 else np.float64)
+        elif dtype.kind == "f" and dtype.itemsize > 8:
+            dtype = np.dtype(np.float64)
+        plain = np.asarray(value, dtype, order="C")
+        value = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
     elif not isinstance(value, Tensor):
         raise ArgumentError(f"{name} is {_what(value)}, needs a tensor or a NumPy array")
     if value.layout is not torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
@@ -274,18 +285,6 @@ def _tensor(name: str, value: Any, call: Call, dims: Dims, or_dims: Dims | None 
     call.memory.add(tensor.untyped_storage().data_ptr())
     _fit(name, tensor.shape, dims, or_dims, call)
     return tensor
-
-
-def _from_numpy(name: str, value: Array) -> Tensor:
-    if value.dtype.kind not in "biuf":
-        raise ArgumentError(f"{name} has dtype {value.dtype}, needs numbers")
-    dtype = value.dtype.newbyteorder("=")
-    if dtype.kind == "u" and dtype.itemsize > 1:
-        dtype = np.dtype(np.int64 if dtype.itemsize < 8 else np.float64)
-    elif dtype.kind == "f" and dtype.itemsize > 8:
-        dtype = np.dtype(np.float64)
-    plain = np.asarray(value, dtype, order="C")
-    return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
 
 
 def _fit(name: str, shape: Sequence[int], dims: Dims, or_dims: Dims | None, call: Call) -> None:

@@ -91,34 +91,25 @@ def merge_metrics(
                 raise ArgumentError(
                     f"metric {name} has weight {counts.get(name)}, needs one above 0 in each part"
                 )
-        values |= {
-            name: value if name not in values else _merged(name, (values, metrics), (weights, counts))
-            for name, value in metrics.items()
-        }
+        merged = dict(metrics)
+        for name in (name for name in metrics if name in values):
+            pair, pair_counts = (values[name], metrics[name]), (weights[name], counts[name])
+            if name.endswith(GREATEST):
+                merged[name] = max(pair)
+            elif name.endswith(LEAST):
+                merged[name] = min(pair)
+            elif name.endswith("_std"):
+                around = _mean_name(name, values)
+                merged[name] = _merged_std(name, pair, (values[around], metrics[around]), pair_counts)
+            else:
+                merged[name] = (pair[0] * pair_counts[0] + pair[1] * pair_counts[1]) / sum(pair_counts)
+        values |= merged
         weights |= {name: weights.get(name, 0) + counts[name] for name in metrics}
         for name in (name for name in metrics if name.endswith("_eff_sample_size")):
             stem = name.removesuffix("_eff_sample_size")
             mean_square = values[_mean_name(f"{stem}_std", values)] ** 2
             values[name] = mean_square / (mean_square + values[f"{stem}_std"] ** 2)
     return values, weights
-
-
-def _merged(
-    name: str,
-    metrics: tuple[Mapping[str, float], Mapping[str, float]],
-    weights: tuple[Mapping[str, float], Mapping[str, float]],
-) -> float:
-    """The metric `name` over two parts, by what its name says."""
-    first, second = (part[name] for part in metrics)
-    counts = weights[0][name], weights[1][name]
-    if name.endswith(GREATEST):
-        return max(first, second)
-    if name.endswith(LEAST):
-        return min(first, second)
-    if name.endswith("_std"):
-        around = _mean_name(name, metrics[0])
-        return _merged_std(name, (first, second), (metrics[0][around], metrics[1][around]), counts)
-    return (first * counts[0] + second * counts[1]) / (counts[0] + counts[1])
 
 
 def _mean_name(std_name: str, metrics: Mapping[str, float]) -> str:
@@ -214,13 +205,13 @@ def weight_metrics(
         "rollout_is_mean": average if held is weights else mean(weights, tokens.mask),
         "rollout_is_max": extreme(greatest, counted, largest=True),
         "rollout_is_min": extreme(least, counted, largest=False),
-        "rollout_is_ratio_fraction_high": _share(judged > upper, counted),
-        "rollout_is_ratio_fraction_low": _share(judged < lower, counted),
+        "rollout_is_ratio_fraction_high": fraction(judged > upper, counted),
+        "rollout_is_ratio_fraction_low": fraction(judged < lower, counted),
         "rollout_is_std": std,
         "rollout_is_eff_sample_size": Metric(size, average.weight),
         **_row_metrics("rollout_is", tokens.row_mean(weights), rows, upper, lower, centre=1.0),
-        "rollout_is_seq_fraction_high": _share(raw > upper, rows),
-        "rollout_is_seq_fraction_low": _share(raw < lower, rows),
+        "rollout_is_seq_fraction_high": fraction(raw > upper, rows),
+        "rollout_is_seq_fraction_low": fraction(raw < lower, rows),
     }
 
 
@@ -243,12 +234,12 @@ def rejection_metrics(
         f"{name}_mean": mean(statistic, tokens.mask),
         f"{name}_max": extreme(statistic, tokens.mask, largest=True),
         f"{name}_min": extreme(statistic, tokens.mask, largest=False),
-        f"{name}_fraction_high": _share(judged > upper, counted),
-        f"{name}_fraction_low": _share(judged < lower, counted),
+        f"{name}_fraction_high": fraction(judged > upper, counted),
+        f"{name}_fraction_low": fraction(judged < lower, counted),
         f"{name}_clamped_mean": clamped_mean,
         f"{name}_std": std,
         f"{name}_masked_fraction": mean(~passes, tokens.mask),
-        f"{name}_seq_masked_fraction": _share(tokens.row_sum(~passes) > 0, rows),
+        f"{name}_seq_masked_fraction": fraction(tokens.row_sum(~passes) > 0, rows),
     }
     row_metrics = _row_metrics(name, per_row, rows, upper, lower, centre=0.0)
     if not name.endswith("k1"):
@@ -275,8 +266,8 @@ def _row_metrics(
         f"{name}_seq_max": extreme(values, rows, largest=True),
         f"{name}_seq_min": extreme(values, rows, largest=False),
         f"{name}_seq_max_deviation": extreme((values - centre).abs(), rows, largest=True),
-        f"{name}_seq_fraction_high": _share(values > upper, rows),
-        f"{name}_seq_fraction_low": _share(values < lower, rows),
+        f"{name}_seq_fraction_high": fraction(values > upper, rows),
+        f"{name}_seq_fraction_low": fraction(values < lower, rows),
     }
 
 
@@ -284,8 +275,3 @@ def rows_that_count(tokens: Trainable, all_rows: bool) -> Tensor:
     """[R] bool: rows that count; none if no token counts."""
     has_tokens = tokens.counts > 0
     return has_tokens.any().expand_as(has_tokens) if all_rows else has_tokens
-
-
-def _share(hits: Tensor, where: Tensor) -> Metric:
-    count = where.sum()
-    return Metric((hits & where).sum().double() / count.clamp(min=1), count)

@@ -14,12 +14,11 @@ import numpy as np
 from ..errors import SettingError
 from ..extras import torch
 from . import kernels
-from .quirks import PeerQuirks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .arguments import Elements, Logits, Measured, NotNegative, Positive
+    from .arguments import Elements, Logits, Measured, NotNegative, PeerQuirks, Positive
     from .segments import Trainable
 
 KLPenalty = Literal[

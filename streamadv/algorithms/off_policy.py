@@ -14,22 +14,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import OptionError
 from ..extras import torch
-from .chain_metrics import (
-    SAFETY_BOUND,
-    Metric,
-    mean,
-    rejection_metrics,
-    rows_that_count,
-    weight_metrics,
-)
-from .quirks import PeerQuirks
+from .chain_metrics import SAFETY_BOUND, Metric, mean, rejection_metrics, rows_that_count, weight_metrics
 from .scan import turn_mean
 from .segments import Trainable, segment_max, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .arguments import AnyMask, AnyShape, Positive
+    from .arguments import AnyMask, AnyShape, PeerQuirks, Positive
 
 RatioLevel = Literal["token", "sequence", "geometric", "segment"]
 BoundMode = Literal["truncate", "clip", "mask"]
@@ -179,9 +171,18 @@ def reject(
     metrics: dict[str, Metric] = {}
     for rejection in dict.fromkeys(rejections):
         level, _, kind = rejection.kind.rpartition("_")
-        statistic = _statistic(kind, ratio)
+        if kind == "k1":
+            statistic = -ratio
+        elif kind == "k2":
+            statistic = 0.5 * ratio.square()
+        else:
+            statistic = torch.expm1(ratio) - ratio
         if level != "token":
-            statistic = spread(_per_row(level, statistic, tokens), tokens.offsets, len(ratio))
+            if level == "seq_max":
+                rows = segment_max(torch.where(tokens.mask, statistic, -torch.inf), tokens.offsets)
+            else:
+                rows = tokens.row_mean(statistic) if level == "seq_mean" else tokens.row_sum(statistic)
+            statistic = spread(rows, tokens.offsets, len(ratio))
         lower, upper = rejection.bounds
         passes = (statistic >= lower) & (statistic <= upper)
         name = f"rollout_rs_{rejection.kind}"
@@ -189,10 +190,10 @@ def reject(
         passing = passing & passes
     counts = tokens.counts
     rejected = tokens.row_sum(~passing)
-    rows = rows_that_count(tokens, all_rows=peer_quirks is not None).sum()
+    num_rows = rows_that_count(tokens, all_rows=peer_quirks is not None).sum()
     metrics["rollout_rs_masked_fraction"] = Metric(rejected.sum() / counts.sum().clamp(min=1), counts.sum())
     metrics["rollout_rs_seq_masked_fraction"] = Metric(
-        (rejected > 0).sum().double() / rows.clamp(min=1), rows
+        (rejected > 0).sum().double() / num_rows.clamp(min=1), num_rows
     )
     return passing, metrics
 
@@ -225,17 +226,3 @@ def m2po_mask(log_ratio: AnyShape, mask: AnyMask, threshold: Positive) -> Tensor
     result = torch.zeros_like(mask).reshape(-1)
     result[counted[smallest]] = mask.reshape(-1)[counted[smallest]]
     return result.view(mask.shape)
-
-
-def _statistic(kind: str, ratio: Tensor) -> Tensor:
-    if kind == "k1":
-        return -ratio
-    if kind == "k2":
-        return 0.5 * ratio.square()
-    return torch.expm1(ratio) - ratio
-
-
-def _per_row(level: str, statistic: Tensor, tokens: Trainable) -> Tensor:
-    if level == "seq_max":
-        return segment_max(torch.where(tokens.mask, statistic, -torch.inf), tokens.offsets)
-    return tokens.row_mean(statistic) if level == "seq_mean" else tokens.row_sum(statistic)

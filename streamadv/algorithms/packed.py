@@ -7,7 +7,7 @@ order, whatever else is in the batch: neither the number of workers nor the orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 
 #: The layout of a batch that its builder vouches for.
 BUILT: tuple[Any, ...] = ()
-
-#: What a tensor may have to hold: for people, and the test of it.
-DTYPES: Final[Mapping[str, tuple[str, Callable[[Tensor], bool]]]] = {
-    "": ("real numbers", lambda tensor: not tensor.is_complex()),
-    "whole": ("int64", lambda tensor: tensor.dtype == torch.int64),
-    "floating": ("float64", lambda tensor: tensor.is_floating_point()),
-    "bool": ("bool", lambda tensor: tensor.dtype == torch.bool),
-}
+#: What a tensor of any dtype has to hold.
+NUMBERS: Final = "real numbers"
 
 #: What one value of a result belongs to.
 Level = Literal["row", "step", "token"]
@@ -54,8 +48,8 @@ class Steps:
     def __post_init__(self) -> None:
         size = _check("steps.trajectory", self.trajectory)
         for name in ("trajectory", "row", "start", "end", "state"):
-            _check(f"steps.{name}", getattr(self, name), size, "S", "whole")
-        _check("steps.rewards", self.rewards, size, "S", "floating")
+            _check(f"steps.{name}", getattr(self, name), size, "S", "int64")
+        _check("steps.rewards", self.rewards, size, "S", "float64")
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -103,9 +97,10 @@ class PackedBatch:
             checked = self.layout or (object(),) * len(layout)
             if any(now is not before for now, before in zip(layout[:-1], checked[:-1], strict=True)):
                 _check_indices(self)
-                _check_spans(self)
-            if mask is not None and layout[-1] is not checked[-1]:
-                _check_mask(mask)
+            if mask is not None and once is not checked[-1] and mask.dtype != torch.bool and len(mask):
+                is_right = mask.max() <= 1 if mask.dtype == torch.uint8 else ((mask == 0) | (mask == 1)).all()
+                if not bool(is_right):
+                    raise ArgumentError("columns['response_mask'] holds values other than 0 and 1")
         object.__setattr__(self, "layout", layout)
 
     @property
@@ -175,7 +170,7 @@ class PackedBatch:
         """How many values a result of `level` has: R, S or N. Raises OptionError for an unknown level."""
         if level not in LEVELS:
             raise OptionError(f"level {brief(level)} is unknown: choose one of {', '.join(LEVELS)}")
-        return {"row": self.num_rows, "step": len(self.steps), "token": self.num_tokens}[level]
+        return {"row": len(self.row_trajectory), "step": len(self.steps), "token": self.num_tokens}[level]
 
     def with_columns(self, **columns: Tensor) -> PackedBatch:
         """A copy with columns added or replaced."""
@@ -260,27 +255,27 @@ def _check_shapes(batch: PackedBatch) -> None:
         raise ArgumentError("cu_seqlens is empty, needs one offset more than there are rows")
     trajectories = _check("trajectory_group", batch.trajectory_group)
     sized: list[tuple[str, Tensor | None, int, str, str]] = [
-        ("cu_seqlens", batch.cu_seqlens, offsets, "R + 1", "whole"),
-        ("row_trajectory", batch.row_trajectory, offsets - 1, "R", "whole"),
-        ("row_trainable", batch.row_trainable, offsets - 1, "R", "whole"),
-        ("trajectory_group", batch.trajectory_group, trajectories, "M", "whole"),
-        ("rewards", batch.rewards, trajectories, "M", "floating"),
+        ("cu_seqlens", batch.cu_seqlens, offsets, "R + 1", "int64"),
+        ("row_trajectory", batch.row_trajectory, offsets - 1, "R", "int64"),
+        ("row_trainable", batch.row_trainable, offsets - 1, "R", "int64"),
+        ("trajectory_group", batch.trajectory_group, trajectories, "M", "int64"),
+        ("rewards", batch.rewards, trajectories, "M", "float64"),
         ("baseline", batch.baseline, trajectories, "M", "bool"),
-        ("scores", batch.scores, trajectories, "M", "floating"),
+        ("scores", batch.scores, trajectories, "M", "float64"),
         ("truncated", batch.truncated, trajectories, "M", "bool"),
-        ("given_mask", batch.given_mask, tokens, "N", ""),
+        ("given_mask", batch.given_mask, tokens, "N", NUMBERS),
         *(
-            (f"columns[{name!r}]", column, tokens, "N" if name in KNOWN_COLUMNS else "N, ...", "")
+            (f"columns[{name!r}]", column, tokens, "N" if name in KNOWN_COLUMNS else "N, ...", NUMBERS)
             for name, column in batch.columns.items()
         ),
         *(
-            (f"components[{name!r}]", values, trajectories, "M", "")
+            (f"components[{name!r}]", values, trajectories, "M", NUMBERS)
             for name, values in batch.components.items()
         ),
     ]
-    for name, tensor, length, letter, dtype in sized:
+    for name, tensor, length, letter, needed in sized:
         if tensor is not None:
-            _check(name, tensor, length, letter, dtype)
+            _check(name, tensor, length, letter, needed)
             if tensor.device != batch.rewards.device:
                 raise ArgumentError(
                     f"{name} is on {tensor.device}, rewards on {batch.rewards.device}: give both on one device"
@@ -292,9 +287,12 @@ def _check_shapes(batch: PackedBatch) -> None:
 
 
 def _check_indices(batch: PackedBatch) -> None:
-    """Raise ArgumentError unless rows, trajectories and groups refer to each other correctly."""
+    """Raise ArgumentError unless rows, trajectories and groups refer to each other correctly, and steps to rows."""
+    steps = batch.steps
     tensors = (batch.cu_seqlens, batch.row_trajectory, batch.trajectory_group, batch.row_trainable)
     offsets, row_trajectory, group, trainable = (tensor.cpu().numpy() for tensor in tensors)
+    of_steps = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
+    trajectory, row, start, end, state = (tensor.cpu().numpy() for tensor in of_steps)
     lengths = np.diff(offsets)
     if offsets[0] != 0 or (lengths < 0).any():
         raise ArgumentError(
@@ -316,26 +314,10 @@ def _check_indices(batch: PackedBatch) -> None:
         )
     if (trainable < -1).any() or (trainable > lengths).any():
         raise ArgumentError("row_trainable is not in 0 .. length of the row (-1: not known)")
-
-
-def _check_mask(mask: Tensor) -> None:
-    if mask.dtype == torch.bool or not len(mask):
-        return
-    is_right = mask.max() <= 1 if mask.dtype == torch.uint8 else ((mask == 0) | (mask == 1)).all()
-    if not bool(is_right):
-        raise ArgumentError("columns['response_mask'] holds values other than 0 and 1")
-
-
-def _check_spans(batch: PackedBatch) -> None:
-    """Raise ArgumentError unless the steps lie inside their rows, which `_check_indices` has checked."""
-    steps = batch.steps
     if not len(steps):
         if steps.num_tokens:
             raise ArgumentError(f"steps.num_tokens is {steps.num_tokens} without steps, needs 0")
         return
-    offsets, row_trajectory = batch.cu_seqlens.cpu().numpy(), batch.row_trajectory.cpu().numpy()
-    tensors = (steps.trajectory, steps.row, steps.start, steps.end, steps.state)
-    trajectory, row, start, end, state = (tensor.cpu().numpy() for tensor in tensors)
     if (row < 0).any() or (row >= len(row_trajectory)).any():
         raise ArgumentError(f"steps.row is not in 0 .. {len(row_trajectory) - 1}")
     if (row_trajectory[row] != trajectory).any():
@@ -350,10 +332,10 @@ def _check_spans(batch: PackedBatch) -> None:
         raise ArgumentError("steps.state is below -1: number the states from 0, -1 = none")
 
 
-def _check(name: str, tensor: Any, length: int | None = None, letter: str = "", dtype: str = "") -> int:
+def _check(name: str, tensor: Any, length: int | None = None, letter: str = "", needed: str = NUMBERS) -> int:
     """The length of a tensor of one dimension, or of any number where `letter` ends with "...".
 
-    Raises ArgumentError for anything else, another length than `length`, or another of DTYPES.
+    Raises ArgumentError for anything else, another length than `length`, or another dtype than `needed`.
     """
     is_tensor = isinstance(tensor, torch.Tensor)
     if not is_tensor or tensor.dim() < 1 or (tensor.dim() > 1 and not letter.endswith("...")):
@@ -362,7 +344,12 @@ def _check(name: str, tensor: Any, length: int | None = None, letter: str = "", 
     size: int = tensor.shape[0]
     if length is not None and size != length:
         raise ArgumentError(f"{name} has shape {list(tensor.shape)}, needs [{letter} = {length}]")
-    needed, fits = DTYPES[dtype]
-    if not fits(tensor):
+    fits = {
+        NUMBERS: not tensor.is_complex(),
+        "int64": tensor.dtype == torch.int64,
+        "float64": tensor.is_floating_point(),
+        "bool": tensor.dtype == torch.bool,
+    }
+    if not fits[needed]:
         raise ArgumentError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, needs {needed}")
     return size

@@ -69,15 +69,14 @@ def pack_trajectories(
     """
     ordered = sorted(trajectories, key=lambda one: (one.group_id, one.rollout_index))
     names = list(dict.fromkeys(names))
+    owners: dict[str, Owner] = {}
     for one in ordered:
+        owners.setdefault(one.group_id, (one.group_id, one.data_source))
         where = f"member {(one.group_id, one.rollout_index)}"
         if not one.status.usable:
             raise TrajectoryError(f"{where} has status {one.status}: leave unusable members out")
         if missing := [name for name in names if not all(name in row.columns for row in one.rows)]:
             raise TrajectoryError(f"{where} has no column {missing[0]}: give it to all rows")
-    owners: dict[str, Owner] = {}
-    for one in ordered:
-        owners.setdefault(one.group_id, (one.group_id, one.data_source))
     numbers = {group_id: number for number, group_id in enumerate(owners)}
     rows = [row.columns for one in ordered for row in one.rows]
     return _packed(
@@ -102,7 +101,14 @@ def _packed(
     table, first_row = members.table, members.first_row
     is_baseline, cu_seqlens = members.is_baseline, offsets(members.rows["tokens"])
     trajectory = np.repeat(np.arange(len(members)), table["rows"])
-    laid_out = {name: _column(name, column, int(cu_seqlens[-1])) for name, column in columns.items()}
+    num_tokens = int(cu_seqlens[-1])
+    laid_out: dict[str, Tensor] = {}
+    for name, column in columns.items():
+        if isinstance(column, np.ndarray) and column.dtype.kind not in "biuf":
+            raise TrajectoryError(f"{name} has dtype {column.dtype}, needs numbers")
+        if tuple(column.shape) != (num_tokens,):
+            raise TrajectoryError(f"{name} has shape {tuple(column.shape)}, needs ({num_tokens},)")
+        laid_out[name] = torch.as_tensor(column, device="cpu") if isinstance(column, np.ndarray) else column
     if "response_mask" in laid_out:
         bounds = cu_seqlens[first_row]
         for member in np.flatnonzero(is_baseline).tolist():
@@ -119,7 +125,7 @@ def _packed(
         rewards=scores if rewards is None else _tensor(rewards[0], np.float64),
         baseline=torch.from_numpy(is_baseline),
         steps=steps,
-        num_tokens=int(cu_seqlens[-1]),
+        num_tokens=num_tokens,
         num_groups=len(owners),
         columns=laid_out if device.type == "cpu" else {},
         components={  # of each named reward that a member has; 0 where one lacks it
@@ -158,21 +164,20 @@ def _check_members(members: Members, group: Positions, owners: Sequence[Owner]) 
     """Raise TrajectoryError unless the members ascend by (group_id, rollout_index), all with a reward."""
     table = members.table
     follows = (np.diff(group) > 0) | ((np.diff(group) == 0) & (np.diff(table["index"].astype(np.int64)) > 0))
-    if not follows.all() or any(not before < after for (before, _), (after, _) in pairwise(owners)):
-        identities = [_identity(members, group, owners, member) for member in range(len(members))]
-        before, after = next(pair for pair in pairwise(identities) if not pair[0] < pair[1])
-        raise TrajectoryError(f"member {after} follows {before}: sort by (group_id, rollout_index)")
+    is_ordered = follows.all() and all(before < after for (before, _), (after, _) in pairwise(owners))
     is_wrong = ~(members.has_reward & np.isfinite(table["reward"]))
-    if is_wrong.any():
-        member = int(np.flatnonzero(is_wrong)[0])
-        where = f"member {_identity(members, group, owners, member)}"
-        if not members.has_reward[member]:
-            raise TrajectoryError(f"{where} has reward None: leave unscorable members out")
-        raise TrajectoryError(f"{where} has reward {table['reward'][member]}, needs a finite number")
-
-
-def _identity(members: Members, group: Positions, owners: Sequence[Owner], member: int) -> tuple[str, int]:
-    return owners[group[member]][0], int(members.table["index"][member])
+    if is_ordered and not is_wrong.any():
+        return
+    group_ids = [owners[number][0] for number in group.tolist()]
+    identities = list(zip(group_ids, table["index"].tolist(), strict=True))
+    for before, after in pairwise(identities):
+        if not before < after:
+            raise TrajectoryError(f"member {after} follows {before}: sort by (group_id, rollout_index)")
+    member = int(np.flatnonzero(is_wrong)[0])
+    if not members.has_reward[member]:
+        raise TrajectoryError(f"member {identities[member]} has reward None: leave unscorable members out")
+    reward = table["reward"][member]
+    raise TrajectoryError(f"member {identities[member]} has reward {reward}, needs a finite number")
 
 
 def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> Steps:
@@ -193,14 +198,6 @@ def _steps_of(members: Members, cu_seqlens: Positions, first_row: Positions) -> 
         state=_tensor(state, np.int64),
         num_tokens=int((end - start).sum()),
     )
-
-
-def _column(name: str, column: Array | Tensor, num_tokens: int) -> Tensor:
-    if isinstance(column, np.ndarray) and column.dtype.kind not in "biuf":
-        raise TrajectoryError(f"{name} has dtype {column.dtype}, needs numbers")
-    if tuple(column.shape) != (num_tokens,):
-        raise TrajectoryError(f"{name} has shape {tuple(column.shape)}, needs ({num_tokens},)")
-    return torch.as_tensor(column, device="cpu") if isinstance(column, np.ndarray) else column
 
 
 def _no_tokens(name: str) -> Array:

@@ -67,20 +67,6 @@ def estimator(
     Raises SettingError for an unknown scope or level, an invalid column name, a name that another function has, or an
     option without a default or of an unknown type.
     """
-    _check_declared(name, scope, level, needs)
-
-    def register(function: Callable[..., Estimate]) -> Callable[..., Estimate]:
-        registered = _REGISTRY.get(name)
-        if registered is not None and registered.function.__qualname__ != function.__qualname__:
-            raise SettingError(f"estimator {name} is registered already: choose another name")
-        options, types = _options(name, function)
-        _REGISTRY[name] = Estimator(name, scope, level, tuple(needs), function, options, types)
-        return function
-
-    return register
-
-
-def _check_declared(name: object, scope: object, level: object, needs: object) -> None:
     if not isinstance(name, str) or not name:
         raise SettingError(f"estimator: name is {brief(name)}, needs a text")
     for field, value, choices in (("scope", scope, SCOPES), ("level", level, LEVELS)):
@@ -93,6 +79,16 @@ def _check_declared(name: object, scope: object, level: object, needs: object) -
     for column in needs:
         if not isinstance(column, str) or not COLUMN_NAME.fullmatch(column):
             raise SettingError(f"estimator {name}: needs names {brief(column)}, which no column is called")
+
+    def register(function: Callable[..., Estimate]) -> Callable[..., Estimate]:
+        registered = _REGISTRY.get(name)
+        if registered is not None and registered.function.__qualname__ != function.__qualname__:
+            raise SettingError(f"estimator {name} is registered already: choose another name")
+        options, types = _options(name, function)
+        _REGISTRY[name] = Estimator(name, scope, level, tuple(needs), function, options, types)
+        return function
+
+    return register
 
 
 def _options(name: str, function: Callable[..., Estimate]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Sums and moments over contiguous segments, in float64; the tokens of a batch that count, and whitening over them.
+"""Sums and moments over contiguous segments, in float64, and values normalised by them; tokens that count, whitened.
 
 A segment is summed element by element, in order. So its result depends on its elements alone, and neither on the rest
 of the batch nor on the number of threads. `values` [K]; `offsets` [G + 1] int64: the range of a segment, also an empty
@@ -7,10 +7,14 @@ one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
+from ..errors import ArgumentError, SettingError
 from ..extras import torch
 from . import kernels
 
@@ -27,22 +31,15 @@ class Moments(NamedTuple):
     centred: Tensor  # value - mean, exactly 0 where all counted values are equal
 
 
-def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: sum of `values` [K] over a segment, 0 for an empty one."""
+def _reduced(how: str, initial: float, values: Tensor, offsets: Tensor) -> Tensor:
+    """[G] float64: the `values` [K] of a segment as one; `initial` for an empty one."""
     values = values.to(torch.float64)
-    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+    return torch.segment_reduce(values, how, offsets=offsets, initial=initial, unsafe=True)
 
 
-def segment_min(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: least value of a segment, inf for an empty one."""
-    values = values.to(torch.float64)
-    return torch.segment_reduce(values, "min", offsets=offsets, initial=torch.inf, unsafe=True)
-
-
-def segment_max(values: Tensor, offsets: Tensor) -> Tensor:
-    """[G] float64: greatest value of a segment, -inf for an empty one."""
-    values = values.to(torch.float64)
-    return torch.segment_reduce(values, "max", offsets=offsets, initial=-torch.inf, unsafe=True)
+segment_sum = partial(_reduced, "sum", 0)
+segment_min = partial(_reduced, "min", math.inf)
+segment_max = partial(_reduced, "max", -math.inf)
 
 
 def keyed_sum(values: Tensor, keys: Tensor, size: int) -> Tensor:
@@ -93,6 +90,115 @@ def moments(values: Tensor, offsets: Tensor, weight: Tensor | None = None) -> Mo
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     size, mean, std = (spread(each, offsets, len(values)) for each in (size, least + mean_above, std))
     return Moments(size, mean, std, centred)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMoments:
+    """Count, mean and sum of squared deviations. Immutable: a batch record carries a snapshot.
+
+    They are merged batch by batch (Chan, Golub, LeVeque 1979): by the trainer once, when it names the batch, so a
+    redelivered batch does not count twice. Raises ArgumentError for numbers that are not finite, or a negative count
+    or sum of squares.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
+
+    def __post_init__(self) -> None:
+        if not (
+            self.count >= 0 and self.squares >= 0 and math.isfinite(self.count + self.mean + self.squares)
+        ):
+            raise ArgumentError(
+                f"moments count {self.count}, mean {self.mean}, squares {self.squares}: finite numbers are needed, "
+                "count and squares of 0 or more"
+            )
+
+    @classmethod
+    def of(cls, values: Tensor) -> RunningMoments:
+        """The moments of `values` [K] alone."""
+        if not len(values):
+            return cls()
+        stats = moments(values, whole(values))
+        squares = stats.std.square() * (stats.size - 1)
+        return cls(len(values), stats.mean[0].item(), squares[0].item())
+
+    def merged(self, other: RunningMoments) -> RunningMoments:
+        """The moments of both samples together."""
+        if not other.count:
+            return self
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        mean = self.mean + delta * other.count / count
+        squares = self.squares + other.squares + delta**2 * self.count * other.count / count
+        return RunningMoments(count, mean, squares)
+
+    def updated(self, values: Tensor) -> RunningMoments:
+        """The moments with `values` [K] added."""
+        return self.merged(RunningMoments.of(values))
+
+    @property
+    def var(self) -> float:
+        """Population variance; 1 while the count is 0."""
+        return self.squares / self.count if self.count else 1.0
+
+    @property
+    def std(self) -> float:
+        """Sample standard deviation, ddof 1; 1 while the count is 0, infinite (no scale) after one value."""
+        if self.count > 1:
+            return math.sqrt(self.squares / (self.count - 1))
+        return math.inf if self.count else 1.0
+
+
+NormScope = Literal["batch", "group", "running"]
+
+
+def normalise(
+    values: Tensor,
+    group_offsets: Tensor,
+    *,
+    mean: NormScope | None,
+    std: NormScope | None,
+    epsilon: float = 1e-6,
+    std_floor: float | None = 0.0,
+    weight: Tensor | None = None,
+    running: RunningMoments | None = None,
+) -> Tensor:
+    """(x - mean) / (std + epsilon), [K] float64; std has ddof 1, epsilon stands outside the root.
+
+    Args:
+      values: [K], in contiguous groups.
+      group_offsets: [G + 1].
+      mean, std: over what they are taken: the group, the batch, or all batches so far; None = not at all.
+      std_floor: where std is not above it, as with one element or equal ones, the result is exactly 0. None gives NaN,
+        or rounding noise divided by epsilon, as ROLL's reward_norm.
+      weight: [K], how often an element counts in the statistics; None = once.
+      running: for the scope "running", the moments that the caller has updated with this batch.
+
+    Raises SettingError for the scope "running" without `running`.
+    """
+    values = values.to(torch.float64)
+    if mean is None and std is None:
+        return values
+    offsets = {"batch": whole(values), "group": group_offsets}
+    if running is None and "running" in (mean, std):
+        raise SettingError("reward mean or std is 'running', but no running moments were given")
+    result, stats = values, None
+    if mean == "running" and running is not None:
+        result = values - running.mean
+    elif mean is not None:
+        stats = moments(values, offsets[mean], weight)
+        result = stats.centred
+    if std is None:
+        return result
+    if std == "running" and running is not None:
+        divisor = torch.full_like(values, running.std)
+    else:
+        stats = stats if stats is not None and mean == std else moments(values, offsets[std], weight)
+        divisor = stats.std if std_floor is not None else torch.where(stats.size > 1, stats.std, torch.nan)
+    if std_floor is None:
+        return result / (divisor + epsilon)
+    return torch.where(divisor > std_floor, result / (divisor + epsilon), 0.0)
 
 
 class Trainable(NamedTuple):

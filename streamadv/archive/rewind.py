@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from ..advantage.compute import ComputedItem, compute
-from ..advantage.prepare import PreparedItem, worker_chain
+from ..advantage.prepare import PreparedItem
 from ..algorithms.chain import cut_chain
 from ..batch.record import BatchRecord, WorkItem, work_items
 from ..errors import StreamadvError, WireError
@@ -184,7 +184,7 @@ def _computed(source: Source, batch: KeptBatch, item: WorkItem, device: torch.de
     """The results of the item's shard, as a worker computes them."""
     groups = [batch.groups[pointer.group_id] for pointer in item.groups]
     packets = [packet for group in groups for packet in group.packets]
-    columns = _columns(source, batch, item.k, packets, worker_chain(item).needs)
+    columns = _columns(source, batch, item.k, packets, cut_chain(item.chain, item.late)[0].needs)
     entry = Entry(item.shard, "0-0", {})
     return compute(PreparedItem(entry, item, groups, columns, share_kept=1.0), device)
 

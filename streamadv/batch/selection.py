@@ -20,7 +20,7 @@ from ..algorithms.chain.sources import split_by_source
 from ..algorithms.kl import adapted_coefficient
 from ..algorithms.packed import PackedBatch
 from ..algorithms.packing import pack_members
-from ..algorithms.rewards import RunningMoments
+from ..algorithms.segments import RunningMoments
 from ..errors import ArgumentError, SettingError
 from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout

@@ -17,6 +17,7 @@ from ..algorithms.arguments import (
     Mask,
     NotNegative,
     NumberByName,
+    PeerQuirks,
     Positive,
     Rows,
     Share,
@@ -25,10 +26,9 @@ from ..algorithms.arguments import (
     Values,
     Whole,
 )
-from ..algorithms.estimators.tokens import gae_scan
+from ..algorithms.estimators.tokens import vtrace_scan
 from ..algorithms.kl import KLPenalty, approx_kl
 from ..algorithms.packed import PackedBatch
-from ..algorithms.quirks import PeerQuirks
 from ..algorithms.rewards import credited_rewards, outcome_rewards
 from ..algorithms.scan import reverse_scan, turn_returns
 from ..algorithms.segments import Trainable, whiten
@@ -96,7 +96,17 @@ def compute_token_reward(
     columns = take_columns(batch, kinds, call)
     mask = aligned_mask(columns["response_mask"], columns.get("old_log_probs"), call)
     check_numbers(call)
-    rewards = _placed(columns, mask, peer_quirks)
+    row_rewards = columns["response_level_rewards"]
+    if not peer_quirks:
+        rewards = outcome_rewards(as_batch(mask, {}, row_rewards)[0]).view(mask.shape)
+    else:
+        rewards = unchecked(expand_to_token_level)(
+            row_rewards, columns["attention_mask"], columns["position_ids"]
+        )
+        if rewards.shape != mask.shape:
+            raise ArgumentError(
+                f"old_log_probs has width {mask.shape[1]}, ROLL's has {rewards.shape[1]}: cut it"
+            )
     kl = torch.zeros_like(rewards)
     if len(log_probs) == 2:
         kl = approx_kl(columns["old_log_probs"], columns["ref_log_probs"], kl_penalty)
@@ -150,20 +160,6 @@ def clip_tokens(
     outside = (values.abs() > limit).to(torch.float32)
     share = outside.mean() if peer_quirks and outside.numel() else unchecked(masked_mean)(outside, mask)
     return values.clamp(-limit, limit), share.item()
-
-
-def _placed(columns: Batch, mask: Tensor, peer_quirks: PeerQuirks | None) -> Tensor:
-    """[B, T] float32: each row's reward on its last trainable token; ROLL's place is the last attended one."""
-    row_rewards = columns["response_level_rewards"]
-    if not peer_quirks:
-        packed, _ = as_batch(mask, {}, row_rewards)
-        return outcome_rewards(packed).view(mask.shape)
-    rewards = unchecked(expand_to_token_level)(
-        row_rewards, columns["attention_mask"], columns["position_ids"]
-    )
-    if rewards.shape != mask.shape:
-        raise ArgumentError(f"old_log_probs has width {mask.shape[1]}, ROLL's has {rewards.shape[1]}: cut it")
-    return rewards
 
 
 def _mean_kl(kl: Tensor, mask: Tensor, peer_quirks: PeerQuirks | None) -> float:
@@ -234,8 +230,10 @@ def compute_advantage(
         advantages = returns = raw = distilled
         rewards = rewards.nan_to_num()
     else:
-        rewards = _token_rewards(rewards, tokens, whiten_rewards, peer_quirks)
-        packed = packed.with_columns(token_level_rewards=rewards.reshape(-1))
+        flat = rewards.reshape(-1)  # of masked tokens, ROLL drops them
+        flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
+        flat = whiten(flat, tokens) if whiten_rewards else flat
+        rewards, packed = flat.view(mask.shape), packed.with_columns(token_level_rewards=flat)
         estimate = _estimate(packed, adv_estimator, gamma, lambd, peer_quirks)
         raw, returns = (value.view(mask.shape) for value in estimate)
         advantages = raw + distilled if teachers else raw
@@ -303,15 +301,6 @@ def compute_agentic_reinforce_return(
     return shaped, shaped
 
 
-def _token_rewards(
-    rewards: Tensor, tokens: Trainable, whitened: bool, peer_quirks: PeerQuirks | None
-) -> Tensor:
-    """[B, T]: rewards on trainable tokens; ROLL drops those on masked ones."""
-    flat = rewards.reshape(-1)
-    flat = credited_rewards(flat, tokens) if peer_quirks is None else tokens.only(flat)
-    return (whiten(flat, tokens) if whitened else flat).view(rewards.shape)
-
-
 def _estimate(
     batch: PackedBatch, name: AdvEstimator, gamma: float, lambd: float, peer_quirks: PeerQuirks | None
 ) -> tuple[Tensor, Tensor]:
@@ -319,7 +308,7 @@ def _estimate(
     rewards = batch.column("token_level_rewards")
     tokens = batch.all_tokens if peer_quirks else batch.trainable_tokens
     if name == "gae":
-        return gae_scan(rewards, batch.column("values"), tokens, gamma, lambd)
+        return vtrace_scan(rewards, batch.column("values"), None, tokens, gamma, lam=lambd)
     if name == "agentic_reinforce":
         returns = turn_returns(rewards, batch.trainable_tokens, gamma)
     else:

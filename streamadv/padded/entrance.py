@@ -34,15 +34,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import arguments as arguments_module
-from ..algorithms.arguments import (
-    GREATEST,
-    Call,
-    Choice,
-    Instance,
-    Number,
-    Optional,
-    Values,
-)
+from ..algorithms.arguments import GREATEST, Call, Choice, Instance, Number, Optional
 from ..errors import ArgumentError
 from ..messages import brief
 
@@ -50,28 +42,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Put `function` behind the door.
-
-    A tensor argument may have any dtype of numbers and any strides, or be a NumPy array; it is never changed. Results
-    are float32 and contiguous, share no memory with an argument or another result, and have no gradient. Raises
-    ArgumentError for an array and OptionError for any other argument that does not fit, in one line that names it;
-    both are ValueErrors.
-    """
-    return _behind_door(function, with_gradient=False)
-
-
-def differentiable(function: Callable[P, R]) -> Callable[P, R]:
-    """Put `function` behind the door as `checked` does, except that its results carry gradients."""
-    return _behind_door(function, with_gradient=True)
-
-
-def unchecked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function that a decorator above has wrapped, for callers behind the door."""
-    return cast("Callable[P, R]", function.__wrapped__)  # type: ignore[attr-defined]
-
-
-def _behind_door(function: Callable[P, R], with_gradient: bool) -> Callable[P, R]:
+def checked(function: Callable[P, R], with_gradient: bool = False) -> Callable[P, R]:
+    """Put `function` behind the door that `streamadv.padded` describes. with_gradient: its results have gradients."""
     signature = inspect.signature(function)
     # Functions of `algorithms` name Tensor and the kinds without importing them: they are imported without torch.
     known = {**vars(arguments_module), "Tensor": Tensor, **vars(sys.modules[function.__module__])}
@@ -88,6 +60,16 @@ def _behind_door(function: Callable[P, R], with_gradient: bool) -> Callable[P, R
             return as_result(function(**arguments), call.memory)  # type: ignore[call-arg]
 
     return entrance
+
+
+def differentiable(function: Callable[P, R]) -> Callable[P, R]:
+    """Put `function` behind the door as `checked` does, except that its results carry gradients."""
+    return checked(function, with_gradient=True)
+
+
+def unchecked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function that a decorator above has wrapped, for callers behind the door."""
+    return cast("Callable[P, R]", function.__wrapped__)  # type: ignore[attr-defined]
 
 
 def kind_of(hint: Any) -> Any:
@@ -145,8 +127,17 @@ def check_numbers(call: Call) -> None:
             )
     totals = values[len(call.bad_masks) :]
     for (name, tensor, kind), total in zip(numbers, totals, strict=True):
-        if not abs(total) <= GREATEST:
-            _check_finite(name, tensor, kind, call)
+        if abs(total) <= GREATEST:
+            continue
+        infinite = ~(tensor.abs() <= GREATEST)
+        mask = next((mask for _, mask in call.masks if mask.shape == tensor.shape), None)
+        if mask is not None:
+            infinite &= (mask | ~tensor.isnan()) if kind.spills else mask
+        for index in infinite.nonzero()[:1].tolist():
+            where = "" if mask is None else " where the mask is set"
+            raise ArgumentError(
+                f"{name}{index} is {tensor[tuple(index)].item()}, needs a finite float32 number{where}"
+            )
 
 
 def as_result(result: R, memory: set[int]) -> R:
@@ -162,17 +153,3 @@ def as_result(result: R, memory: set[int]) -> R:
         address = tensor.untyped_storage().data_ptr()
     memory.add(address)
     return tensor  # type: ignore[return-value]
-
-
-def _check_finite(name: str, tensor: Tensor, kind: Values, call: Call) -> None:
-    bad = ~(tensor.abs() <= GREATEST)
-    mask = next((mask for _, mask in call.masks if mask.shape == tensor.shape), None)
-    if mask is not None:
-        bad &= (mask | ~tensor.isnan()) if kind.spills else mask
-    indices = bad.nonzero()
-    if len(indices):
-        index = indices[0].tolist()
-        where = "" if mask is None else " where the mask is set"
-        raise ArgumentError(
-            f"{name}{index} is {tensor[tuple(index)].item()}, needs a finite float32 number{where}"
-        )

@@ -7,19 +7,20 @@ the docstrings name the differences, and docs/reference/estimators.md lists them
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import Labels, Mask, Positive, Rows, Share, TokenRewards, Tokens
-from ..algorithms.estimators.tokens import baseline_scan, gae_scan, optimal_token_baseline
+from ..algorithms.arguments import Labels, Mask, PeerQuirks, Positive, Rows, Share, TokenRewards, Tokens
+from ..algorithms.estimators.tokens import BASELINE_NEEDS, baseline_scan, optimal_token_baseline, vtrace_scan
 from ..algorithms.packed import PackedBatch
-from ..algorithms.quirks import PeerQuirks
-from ..algorithms.registry import Estimate, get_estimator
+from ..algorithms.registry import get_estimator
 from ..algorithms.rewards import credited
 from ..algorithms.scan import reverse_scan
 from ..algorithms.segments import whiten
 from .entrance import checked
-from .layout import as_batch, to_padded
+from .layout import as_batch, ungrouped
 
 Pair = tuple[Tensor, Tensor]
 
@@ -41,7 +42,8 @@ def compute_gae_advantage_return(
     """
     batch = _token_batch(response_mask, token_level_rewards, peer_quirks, values=values)
     tokens, value = batch.trainable_tokens, batch.column("values")
-    advantages, returns = gae_scan(batch.column("token_level_rewards"), value, tokens, gamma, lam)
+    rewards = batch.column("token_level_rewards")
+    advantages, returns = vtrace_scan(rewards, value, None, tokens, gamma, lam=lam)
     if peer_quirks:  # a masked token takes over what the next action has
         carried = reverse_scan(advantages, (~tokens.mask).to(torch.float32), batch.all_tokens)
         advantages, returns = whiten(carried, tokens, everywhere=True), carried + value
@@ -109,12 +111,8 @@ def compute_optimal_token_baseline_advantage(
     """
     if handle_zero_tail is None:
         handle_zero_tail = peer_quirks != "verl-2026-01"
-    column = torch.arange(response_mask.shape[1], device=response_mask.device).repeat(len(response_mask))
-    everyone = torch.ones(len(response_mask), dtype=torch.bool, device=response_mask.device)
-    columns = _columns(token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
-    batch, order = as_batch(response_mask, columns, index=index)
-    estimate = baseline_scan(batch, batch.trainable_tokens, column, everyone, handle_zero_tail, epsilon)
-    return _token_baseline(estimate, batch, order, response_mask.shape)
+    given = (token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _token_baseline(response_mask, index, given, handle_zero_tail, epsilon, by_column=True)
 
 
 @checked
@@ -131,18 +129,35 @@ def compute_tir_optimal_token_baseline_advantage(
     peer_quirks: PeerQuirks | None = None,
 ) -> Pair:
     """The optimal token baseline, rows compared at equal numbers of trainable tokens."""
-    columns = _columns(token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
-    batch, order = as_batch(response_mask, columns, index=index)
-    estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail, epsilon=epsilon)
-    return _token_baseline(estimate, batch, order, response_mask.shape)
+    given = (token_level_rewards, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _token_baseline(response_mask, index, given, handle_zero_tail, epsilon, by_column=False)
 
 
-def _token_baseline(estimate: Estimate, batch: PackedBatch, order: Tensor, shape: torch.Size) -> Pair:
-    """Advantages on trainable tokens, and returns carried over to masked ones as in verl."""
-    assert estimate.returns is not None
-    rewards = batch.trainable_tokens.only(batch.column("token_level_rewards"))
-    returns = reverse_scan(rewards, 1.0, batch.all_tokens)
-    return to_padded(estimate.advantages, order, shape), to_padded(returns, order, shape)
+def _token_baseline(
+    mask: Tensor,
+    index: Labels,
+    given: Iterable[Tensor | None],
+    handle_zero_tail: bool,
+    epsilon: float,
+    *,
+    by_column: bool,
+) -> Pair:
+    """Advantages on trainable tokens, and returns carried over to masked ones as in verl.
+
+    given: token_level_rewards, old_log_probs, sum_pi_squared and rollout_is_weights or None.
+    """
+    columns = dict(zip((*BASELINE_NEEDS[1:], "rollout_is_weights"), given, strict=True))
+    batch, order = as_batch(mask, {n: each for n, each in columns.items() if each is not None}, index=index)
+    tokens = batch.trainable_tokens
+    if by_column:
+        column = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask))
+        everyone = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
+        estimate = baseline_scan(batch, tokens, column, everyone, handle_zero_tail, epsilon)
+    else:
+        estimate = optimal_token_baseline(batch, handle_zero_tail=handle_zero_tail, epsilon=epsilon)
+    returns = reverse_scan(tokens.only(batch.column("token_level_rewards")), 1.0, batch.all_tokens)
+    advantages, returns = (ungrouped(each.view(mask.shape), order) for each in (estimate.advantages, returns))
+    return advantages, returns
 
 
 def _token_batch(
@@ -150,14 +165,3 @@ def _token_batch(
 ) -> PackedBatch:
     batch, _ = as_batch(response_mask, {"token_level_rewards": token_level_rewards, **columns})
     return batch if peer_quirks else batch.with_columns(token_level_rewards=credited(batch))
-
-
-def _columns(
-    rewards: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | None
-) -> dict[str, Tensor]:
-    columns = {
-        "token_level_rewards": rewards,
-        "old_log_probs": old_log_probs,
-        "sum_pi_squared": sum_pi_squared,
-    }
-    return columns if weights is None else {**columns, "rollout_is_weights": weights}

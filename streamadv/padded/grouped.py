@@ -20,13 +20,13 @@ from ..algorithms.arguments import (
     Mask,
     NotNegative,
     Number,
+    PeerQuirks,
     Positive,
     TokenRewards,
     Values,
     Whole,
 )
 from ..algorithms.estimators.outcomes import Singleton, gdpo
-from ..algorithms.quirks import PeerQuirks
 from ..algorithms.registry import get_estimator
 from ..algorithms.rewards import row_rewards
 from ..errors import ArgumentError, OptionError

@@ -58,7 +58,7 @@ def as_batch(
       index: [B] group labels; None = every row is a group.
 
     Returns:
-      The batch, and the order [B] of the padded rows in it, which `ungrouped` and `to_padded` need.
+      The batch, and the order [B] of the padded rows in it, which `ungrouped` needs.
     """
     rows, width = mask.shape
     tokens, device = padded_tokens(mask), mask.device
@@ -91,8 +91,3 @@ def as_batch(
         layout=BUILT,
     )
     return batch, order
-
-
-def to_padded(values: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
-    """[B, T] float32: packed results, its rows in the order of the padded batch."""
-    return ungrouped(values.view(shape), order)

@@ -8,8 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import GREATEST, AnyMask, AnyShape, Count, Mask, Positive, Rows, Threshold, Tokens
-from ..algorithms.quirks import PeerQuirks
+from ..algorithms.arguments import (
+    GREATEST,
+    AnyMask,
+    AnyShape,
+    Count,
+    Mask,
+    PeerQuirks,
+    Positive,
+    Rows,
+    Threshold,
+    Tokens,
+)
 from ..algorithms.segments import whiten
 from ..errors import OptionError
 from ..losses import Aggregation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..algorithms.arguments import BoundOrText, Mask, NotNegative, Tokens
+from ..algorithms.arguments import BoundOrText, Mask, NotNegative, PeerQuirks, Tokens
 from ..algorithms.chain_metrics import fetch, off_policy_metrics
 from ..algorithms.off_policy import (
     BoundMode,
@@ -14,7 +14,6 @@ from ..algorithms.off_policy import (
     importance_weights,
     reject,
 )
-from ..algorithms.quirks import PeerQuirks
 from ..errors import OptionError
 from ..messages import brief
 from .entrance import checked, unchecked
@@ -94,7 +93,25 @@ def compute_rollout_rejection_mask(
     kinds or one per kind, comma-separated; "lower_upper", or the upper bound alone. A single bound of k1 below 1
     rejects everything (verl: raises).
     """
-    rejections = parse_rejections(rollout_rs, rollout_rs_threshold)
+    kinds = list(dict.fromkeys(name.strip() for name in rollout_rs.split(",") if name.strip()))
+    if not kinds:
+        raise OptionError(f"rollout_rs {rollout_rs!r} names no rejection: leave it out or name one")
+    if rollout_rs_threshold is None:
+        raise OptionError(f"rollout_rs_threshold is missing: rollout_rs {rollout_rs!r} needs bounds")
+    specs = [spec.strip() for spec in str(rollout_rs_threshold).split(",") if spec.strip()]
+    if len(specs) == 1:
+        specs *= len(kinds)
+    if len(specs) != len(kinds):
+        raise OptionError(
+            f"rollout_rs_threshold {rollout_rs_threshold!r} has {len(specs)} bounds for {len(kinds)} kinds"
+        )
+    rejections = []
+    for kind, spec in zip(kinds, specs, strict=True):
+        bounds = _numbers(spec)
+        if not bounds:
+            raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers")
+        name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
+        rejections.append(Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None))
     for rejection in rejections if peer_quirks == "verl" else ():
         lower, upper = rejection.bounds
         if lower > upper:
@@ -176,23 +193,6 @@ def compute_rollout_correction_and_rejection_mask(
     return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
 
 
-def parse_rejections(names: str, thresholds: str | float | None) -> list[Rejection]:
-    """verl's comma-separated kinds and bounds as rejections. Raises OptionError."""
-    kinds = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    if not kinds:
-        raise OptionError(f"rollout_rs {names!r} names no rejection: leave it out or name one")
-    if thresholds is None:
-        raise OptionError(f"rollout_rs_threshold is missing: rollout_rs {names!r} needs bounds")
-    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
-    if len(specs) == 1:
-        specs *= len(kinds)
-    if len(specs) != len(kinds):
-        raise OptionError(
-            f"rollout_rs_threshold {thresholds!r} has {len(specs)} bounds for {len(kinds)} kinds"
-        )
-    return [_rejection(kind, spec) for kind, spec in zip(kinds, specs, strict=True)]
-
-
 def parse_bounds(threshold: str) -> tuple[float | None, float]:
     """(lower or None, upper) of the text "upper" or "lower_upper". Raises OptionError."""
     bounds = _numbers(threshold)
@@ -210,11 +210,3 @@ def _numbers(bounds: str) -> list[float]:
     except ValueError:
         return []
     return numbers if len(numbers) <= 2 else []
-
-
-def _rejection(kind: str, spec: str) -> Rejection:
-    bounds = _numbers(spec)
-    if not bounds:
-        raise OptionError(f"rollout_rs_threshold {spec!r}: needs upper or lower_upper, in numbers")
-    name: RejectionKind = kind  # type: ignore[assignment]  # Rejection checks it
-    return Rejection(name, bounds[-1], bounds[0] if len(bounds) == 2 else None)

@@ -25,8 +25,7 @@ from ..algorithms.arguments import (
     Values,
 )
 from ..algorithms.estimators.steps import Baseline, against_group
-from ..algorithms.rewards import normalise
-from ..algorithms.segments import moments, segment_max, spread
+from ..algorithms.segments import moments, normalise, segment_max, spread
 from .entrance import checked
 from .layout import group_order, pair_numbers, ungrouped
 

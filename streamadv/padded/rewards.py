@@ -13,19 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import (
-    Call,
-    Count,
-    Labels,
-    NotNegative,
-    Rows,
-    Share,
-    Values,
-)
-from ..algorithms.quirks import PeerQuirks
-from ..algorithms.rewards import NormScope, RunningMoments, normalise
+from ..algorithms.arguments import Call, Count, Labels, NotNegative, PeerQuirks, Rows, Share, Values
 from ..algorithms.scan import scan_segments
-from ..algorithms.segments import moments
+from ..algorithms.segments import NormScope, RunningMoments, moments, normalise
 from ..errors import ArgumentError, OptionError
 from .entrance import check_numbers, checked, take_columns, unchecked, with_results
 from .layout import group_order, label_numbers, pair_numbers, ungrouped
@@ -119,7 +109,15 @@ def group_mean_std(
     of squares in float32, and those cancel if the scores have a common offset.
     """
     if peer_quirks == "verl-2026-01":
-        return _group_sums(scores.to(torch.float32), label_numbers(index).to(scores.device), eps)
+        scores, codes = scores.to(torch.float32), label_numbers(index).to(scores.device)
+        size, total, squares = (
+            torch.zeros_like(scores).index_add_(0, codes, values)
+            for values in (torch.ones_like(scores), scores, scores.square())
+        )
+        variance = (squares - total.square() / size.clamp(min=1)) / (size - 1).clamp(min=1)
+        mean = torch.where(size > 1, total / size.clamp(min=1), 0.0)
+        std = torch.where(size > 1, variance.clamp(min=eps).sqrt(), 1.0)
+        return mean[codes], std[codes], size[codes]
     values, order, offsets = _grouped(scores, None, index)
     stats = moments(values, offsets)
     alone = stats.size < 2
@@ -128,18 +126,6 @@ def group_mean_std(
         mean = torch.where(alone, 0.0, mean)
     rows = [ungrouped(value, order) for value in (mean, std, stats.size)]
     return rows[0], rows[1], rows[2]
-
-
-def _group_sums(scores: Tensor, codes: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, std, size) [B] as verl computes them."""
-    size, total, squares = (
-        torch.zeros_like(scores).index_add_(0, codes, values)
-        for values in (torch.ones_like(scores), scores, scores.square())
-    )
-    variance = (squares - total.square() / size.clamp(min=1)) / (size - 1).clamp(min=1)
-    mean = torch.where(size > 1, total / size.clamp(min=1), 0.0)
-    std = torch.where(size > 1, variance.clamp(min=eps).sqrt(), 1.0)
-    return mean[codes], std[codes], size[codes]
 
 
 def group_scores(scores: Tensor, n_sample: Count | None, index: Labels | None) -> tuple[Tensor, Tensor]:

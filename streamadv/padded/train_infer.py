@@ -10,10 +10,9 @@ from typing import Annotated, get_args
 import torch
 from torch import Tensor
 
-from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, Positive, Tokens
+from ..algorithms.arguments import Bound, Choice, Each, Instance, Mask, Number, PeerQuirks, Positive, Tokens
 from ..algorithms.chain_metrics import SAFETY_BOUND
 from ..algorithms.off_policy import RatioLevel, at_level
-from ..algorithms.quirks import PeerQuirks
 from ..errors import OptionError
 from .entrance import checked
 from .layout import padded_tokens
@@ -79,6 +78,8 @@ def compute_train_infer_correction(
     old, rollout = old_log_probs.reshape(-1).double(), rollout_log_probs.reshape(-1).double()
     log_ratios, differences = old - rollout, old.exp() - rollout.exp()
     num_tokens = max(int(tokens.counts.sum()), 1)
+    lengths = response_mask.sum(1)
+    num_rows = global_valid_samples or (lengths > 0).sum().clamp(min=1)
     judged = torch.ones_like(counted) if peer_quirks else counted
 
     def ratio(level: RatioLevel) -> Tensor:
@@ -96,8 +97,11 @@ def compute_train_infer_correction(
     metrics: Metrics = {}
     for level in get_args(RatioLevel):
         for name, values in (("ratio", ratio(level)), ("diff", difference(level))):
-            average = _row_mean(values, response_mask, global_valid_samples, peer_quirks)
-            metrics[f"actor/train_infer_{name}_{level}_mean@sum"] = average
+            by_row = values.view(response_mask.shape)
+            # ROLL multiplies by the mask, so inf * 0 gives NaN.
+            kept = by_row * response_mask if peer_quirks else torch.where(response_mask, by_row, 0.0)
+            per_row = torch.where(lengths > 0, kept.sum(1) / lengths.clamp(min=1), 0.0)
+            metrics[f"actor/train_infer_{name}_{level}_mean@sum"] = (per_row.sum() / num_rows).item()
     weights = torch.ones_like(old)
     if weight_level is not None:
         weights = ratio(weight_level)
@@ -121,16 +125,3 @@ def compute_train_infer_correction(
         weights, passing = torch.where(counted, weights, 0.0), passing & counted
     shape = response_mask.shape
     return weights.view(shape).to(torch.float32), passing.view(shape).to(torch.float32), metrics
-
-
-def _row_mean(
-    values: Tensor, mask: Tensor, global_valid_samples: float | None, peer_quirks: PeerQuirks | None
-) -> float:
-    """Sum of the rows' masked means, over `global_valid_samples` or the rows with tokens.
-
-    ROLL multiplies by the mask, so inf * 0 gives NaN.
-    """
-    values, tokens = values.view(mask.shape), (mask != 0).sum(1)
-    counted = values * (mask != 0) if peer_quirks else torch.where(mask != 0, values, 0.0)
-    per_row = torch.where(tokens > 0, counted.sum(1) / tokens.clamp(min=1), 0.0)
-    return (per_row.sum() / (global_valid_samples or (tokens > 0).sum().clamp(min=1))).item()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from streamadv import padded
-from streamadv.algorithms.rewards import RunningMoments
 from streamadv.algorithms.scan import turn_mean
+from streamadv.algorithms.segments import RunningMoments
 from streamadv.padded.layout import padded_tokens
 
 from .compare import Function, Inputs

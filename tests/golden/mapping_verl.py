@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from streamadv import padded
-from streamadv.algorithms.quirks import PeerQuirks
+from streamadv.algorithms.arguments import PeerQuirks
 
 from .compare import Function, Inputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from streamadv import padded
-from streamadv.algorithms.quirks import PeerQuirks
+from streamadv.algorithms.arguments import PeerQuirks
 from streamadv.errors import ArgumentError
 
 from . import mapping_verl as january

@@ -10,17 +10,21 @@ In reading order: `config` and `presets`; `step` (what a chain is made of); the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
+import numpy as np
+
+from ...errors import EstimatorError
 from ...extras import torch
 from ..chain_metrics import fetch
 from ..packed import Level, PackedBatch
 from ..registry import SCOPES, Scope
-from ..rewards import RunningMoments
-from .advantages import check_finite, estimating_steps
+from ..segments import RunningMoments
+from .advantages import estimating_steps
 from .config import ChainConfig, parse_config
 from .correction import correction_step
 from .presets import preset
@@ -30,11 +34,12 @@ from .sources import run_by_source
 from .step import ChainResult as ChainResult
 from .step import ChainStep, State
 
+GREATEST_FLOAT32: Final = float(np.finfo(np.float32).max)
 #: Steps that change the estimator's advantages.
 ADVANTAGE_STEPS: Final = frozenset({"kl_to_go", "distill", "advantages"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chain:
     """Steps in order. A chain that is cut at its first step has a first part without steps."""
 
@@ -42,7 +47,7 @@ class Chain:
     steps: tuple[ChainStep, ...]
     level: Level  # what one value of the result belongs to
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """Columns that must come with the batch: a step needs them, and no earlier step makes them."""
         made: set[str] = set()
@@ -52,7 +57,7 @@ class Chain:
             made |= set(step.makes)
         return tuple(needed)
 
-    @property
+    @cached_property
     def scope(self) -> Scope:
         """The widest scope of any step; "row" without steps."""
         return SCOPES[max((SCOPES.index(step.scope) for step in self.steps), default=0)]
@@ -127,27 +132,29 @@ def run_chain(
     Raises TrajectoryError for a missing column, and EstimatorError if the estimator raises, or returns anything except
     one finite number per row, step or trainable token.
     """
-    if kl_coefficient is None:
-        kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
     if chain.config.by_source:
         moments = running if isinstance(running, Mapping) else {}
+        of_source = replace(chain, config=chain.config.model_copy(update={"by_source": False}))
         return run_by_source(
-            lambda source, part: _run(chain, part, kl_coefficient, moments.get(source)), batch
+            lambda source, part: run_chain(of_source, part, kl_coefficient, moments.get(source)), batch
         )
-    return _run(chain, batch, kl_coefficient, None if isinstance(running, Mapping) else running)
-
-
-def _run(
-    chain: Chain, batch: PackedBatch, kl_coefficient: float, running: RunningMoments | None
-) -> ChainResult:
-    state = State(batch, chain.level, kl_coefficient, running).recounted()
+    if kl_coefficient is None:
+        kl_coefficient = chain.config.kl.coefficient if chain.config.kl is not None else 0.0
+    of_all = None if isinstance(running, Mapping) else running
+    state = State(batch, chain.level, kl_coefficient, of_all).recounted()
     for step in chain.steps:
         state = step.run(state)
     # The estimate's metrics travel with the others, so that the host waits for a device once.
     metrics, weights = fetch({**state.metrics, **state.estimated})
     estimated = {name: metrics.pop(name) for name in state.estimated if name in metrics}
     weights = {name: weights[name] for name in metrics}
-    check_finite(chain.config.estimator, chain.needs, estimated)
+    for name, value in estimated.items():  # of the advantages and returns over trainable tokens
+        if not math.isfinite(value) or abs(value) > GREATEST_FLOAT32:
+            columns = ", ".join(chain.needs) or "none"
+            raise EstimatorError(
+                f"estimator {chain.config.estimator}: {name} is {value}, not finite in float32, over trainable tokens: "
+                f"look at what it divides by, at the rewards and at the columns it is made from ({columns})"
+            )
     advantages, returns = (
         None if values is None else values.to(torch.float32) for values in (state.advantages, state.returns)
     )

@@ -5,12 +5,9 @@ An estimator may be a user's: what it raises is named, and what it returns is ch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ...errors import EstimatorError, SettingError, StreamadvError
 from ...extras import torch
@@ -190,9 +187,6 @@ def level_weight(state: State) -> Tensor:
     return torch.where(batch.baseline[steps.trajectory], 0, steps.end - steps.start)
 
 
-GREATEST_FLOAT32: Final = float(np.finfo(np.float32).max)
-
-
 def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, Any]) -> Estimate:
     """The estimate of `definition` for `batch`: floating point, one value per row, step or token, no gradient.
 
@@ -215,39 +209,25 @@ def estimate(definition: Estimator, batch: PackedBatch, options: Mapping[str, An
             f"estimator {definition.name} returned level {result.level!r}, declared {definition.level!r}: "
             f"register it with level={result.level!r}"
         )
-    advantages = _checked(definition, batch, "advantages", result.advantages)
-    returns = None if result.returns is None else _checked(definition, batch, "returns", result.returns)
-    return replace(result, advantages=advantages, returns=returns)
-
-
-def check_finite(estimator: str, inputs: tuple[str, ...], summaries: Mapping[str, float]) -> None:
-    """Raise EstimatorError unless float32 can hold all values of `summaries`.
-
-    summaries: `chain_metrics.summary` of the estimate's advantages and returns over trainable tokens.
-    """
-    for name, value in summaries.items():
-        if not math.isfinite(value) or abs(value) > GREATEST_FLOAT32:
-            columns = ", ".join(inputs) or "none"
+    checked: dict[str, Any] = {}
+    for name in ("advantages", "returns"):
+        values: object = getattr(result, name)
+        if name == "returns" and values is None:
+            continue
+        where = f"estimator {definition.name}: {name}"
+        if not isinstance(values, torch.Tensor):
+            raise EstimatorError(f"{where} is {_kind(values)}, needs a floating-point tensor")
+        if not values.is_floating_point():
+            raise EstimatorError(f"{where} has dtype {values.dtype}, needs float64 or float32")
+        count = batch.count(definition.level)
+        if values.shape != (count,):
             raise EstimatorError(
-                f"estimator {estimator}: {name} is {value}, not finite in float32, over trainable tokens: "
-                f"look at what it divides by, at the rewards and at the columns it is made from ({columns})"
+                f"{where} has shape {tuple(values.shape)}, needs ({count},): one value for each {definition.level}"
             )
-
-
-def _checked(definition: Estimator, batch: PackedBatch, name: str, values: object) -> Tensor:
-    where = f"estimator {definition.name}: {name}"
-    if not isinstance(values, torch.Tensor):
-        raise EstimatorError(f"{where} is {_kind(values)}, needs a floating-point tensor")
-    if not values.is_floating_point():
-        raise EstimatorError(f"{where} has dtype {values.dtype}, needs float64 or float32")
-    count = batch.count(definition.level)
-    if values.shape != (count,):
-        raise EstimatorError(
-            f"{where} has shape {tuple(values.shape)}, needs ({count},): one value for each {definition.level}"
-        )
-    if values.device != batch.device:
-        raise EstimatorError(f"{where} is on {values.device}, needs the batch's device {batch.device}")
-    return values.detach()
+        if values.device != batch.device:
+            raise EstimatorError(f"{where} is on {values.device}, needs the batch's device {batch.device}")
+        checked[name] = values.detach()
+    return replace(result, **checked)
 
 
 def _kind(value: object) -> str:

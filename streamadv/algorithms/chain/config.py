@@ -15,7 +15,7 @@ from ..kl import KLPenalty
 from ..off_policy import BoundMode, RatioLevel, Rejection, RejectionKind
 from ..packed import Level
 from ..registry import MOST_NAMED, NotNegative, Positive, estimator_names, get_estimator
-from ..rewards import NormScope
+from ..segments import NormScope
 
 PolicyLogProbs = Literal["old_log_probs", "rollout_log_probs"]
 

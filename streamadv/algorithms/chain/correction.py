@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...extras import torch
-from ..chain_metrics import Metric, off_policy_metrics
+from ..chain_metrics import off_policy_metrics
 from ..off_policy import importance_weights, m2po_mask, reject, veto
 from ..registry import Scope
-from ..segments import Trainable
 from .config import CorrectionConfig
 from .step import ChainStep, State
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PREFIX = "rollout_corr/"
 
@@ -28,8 +23,15 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
         old, rollout = (batch.column(name) for name in ("old_log_probs", "rollout_log_probs"))
         log_ratio = old - rollout
         metrics = off_policy_metrics(old, rollout, tokens)
-        passing, rejection_metrics = _passing(config, log_ratio, tokens)
-        metrics |= rejection_metrics
+        passing = tokens.mask  # [N] bool: trainable tokens that pass rejections, veto and M2PO
+        if config.rejections:
+            rejections = [item.rejection() for item in config.rejections]
+            passing, rejection_metrics = reject(log_ratio, tokens, rejections)
+            metrics |= rejection_metrics
+        if config.veto is not None or config.veto_upper is not None:
+            passing = passing & veto(log_ratio, tokens, config.veto, config.veto_upper)
+        if config.m2_threshold is not None:
+            passing = passing & m2po_mask(log_ratio, tokens.mask, config.m2_threshold)
         if config.level is not None:
             all_rows = config.batch_normalize_rows == "all"  # those of baseline members left out
             weights, weight_metrics = importance_weights(
@@ -45,38 +47,20 @@ def correction_step(config: CorrectionConfig) -> ChainStep:
             metrics |= weight_metrics
             state = state.with_columns(rollout_is_weights=weights)
         state = state.with_metrics({PREFIX + name: metric for name, metric in metrics.items()})
-        return _narrowed(state, passing) if narrows else state
+        if not narrows:
+            return state
+        if state.level == "token":
+            advantages, returns = (
+                None if values is None else torch.where(passing, values, 0.0)
+                for values in (state.advantages, state.returns)
+            )
+            state = replace(state, advantages=advantages, returns=returns)
+        return state.with_mask(passing.to(state.batch.column("response_mask").dtype))
 
     makes = (("rollout_is_weights",) if config.level else ()) + (("response_mask",) if narrows else ())
     scope: Scope = "batch" if config.batch_normalize or config.m2_threshold else "row"
     needs = ("response_mask", "old_log_probs", "rollout_log_probs")
     return ChainStep("correction", needs, scope, _text(config), run, makes)
-
-
-def _passing(
-    config: CorrectionConfig, log_ratio: Tensor, tokens: Trainable
-) -> tuple[Tensor, dict[str, Metric]]:
-    """[N] bool: trainable tokens that pass rejections, veto and M2PO; and the metrics of the rejections."""
-    passing = tokens.mask
-    metrics: dict[str, Metric] = {}
-    if config.rejections:
-        passing, metrics = reject(log_ratio, tokens, [item.rejection() for item in config.rejections])
-    if config.veto is not None or config.veto_upper is not None:
-        passing = passing & veto(log_ratio, tokens, config.veto, config.veto_upper)
-    if config.m2_threshold is not None:
-        passing = passing & m2po_mask(log_ratio, tokens.mask, config.m2_threshold)
-    return passing, metrics
-
-
-def _narrowed(state: State, passing: Tensor) -> State:
-    """The state with response_mask, and values per token, cleared where tokens do not pass."""
-    if state.level == "token":
-        advantages, returns = (
-            None if values is None else torch.where(passing, values, 0.0)
-            for values in (state.advantages, state.returns)
-        )
-        state = replace(state, advantages=advantages, returns=returns)
-    return state.with_mask(passing.to(state.batch.column("response_mask").dtype))
 
 
 def _text(config: CorrectionConfig) -> str:

@@ -12,16 +12,8 @@ from ..chain_metrics import MEAN_KL, Metric, fraction, mean, summary
 from ..kl import column_kl
 from ..packed import PackedBatch, span_sum
 from ..registry import Scope, get_estimator
-from ..rewards import (
-    clip,
-    credited,
-    normalise,
-    outcome_rewards,
-    overlong_penalty,
-    step_rewards,
-    truncation_penalty,
-)
-from ..segments import segment_sum, summarise, whiten, whole
+from ..rewards import clip, credited, outcome_rewards, overlong_penalty, step_rewards, truncation_penalty
+from ..segments import normalise, segment_sum, summarise, whiten, whole
 from .config import ChainConfig, KLConfig, RewardConfig
 from .step import ChainStep, State
 

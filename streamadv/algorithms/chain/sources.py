@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...extras import torch
 from ..chain_metrics import merge_metrics
-from ..packed import Level, PackedBatch, Steps, ends_of, offsets_of
+from ..packed import PackedBatch, Steps, ends_of, offsets_of
 from .step import ChainResult
 
 if TYPE_CHECKING:
@@ -31,19 +31,21 @@ def run_by_source(run: Callable[[str, PackedBatch], ChainResult], batch: PackedB
         weights |= {f"{source}/{name}": weight for name, weight in result.weights.items()}
     level = results[0].level
 
-    def joined(level: Level, values: Sequence[Tensor | None]) -> Any:
+    def joined(level: str, values: Sequence[Tensor | None]) -> Any:
         """The values of all parts; None if one has none."""
-        if any(value is None for value in values):
+        given = [value for value in values if value is not None]
+        if len(given) < len(values):
             return None
-        return _scattered(batch.count(level), [part.indices[level] for part in parts], values)
+        whole = given[0].new_zeros((sum(map(len, given)), *given[0].shape[1:]))
+        for part, value in zip(parts, given, strict=True):
+            whole[part.indices[level]] = value
+        return whole
 
     return ChainResult(
         level=level,
         advantages=joined(level, [result.advantages for result in results]),
         returns=joined(level, [result.returns for result in results]),
-        rewards=_scattered(
-            batch.num_trajectories, [part.trajectories for part in parts], [r.rewards for r in results]
-        ),
+        rewards=joined("trajectory", [result.rewards for result in results]),
         step_rewards=joined("step", [result.step_rewards for result in results]),
         columns={
             name: joined("token", [result.columns[name] for result in results]) for name in results[0].columns
@@ -62,20 +64,12 @@ def split_by_source(batch: PackedBatch) -> Iterator[tuple[str, Part]]:
         yield source, part_of(batch, (number == k)[batch.trajectory_group].nonzero().flatten())
 
 
-def _scattered(count: int, indices: Sequence[Tensor], values: Sequence[Any]) -> Tensor:
-    whole: Tensor = values[0].new_zeros((count, *values[0].shape[1:]))
-    for index, part in zip(indices, values, strict=True):
-        whole[index] = part
-    return whole
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Trajectories of a batch, and where their values stand in the whole one: int64 indices."""
 
     batch: PackedBatch
-    trajectories: Tensor
-    indices: Mapping[Level, Tensor]  # of rows, steps and tokens
+    indices: Mapping[str, Tensor]  # by level: of trajectories, rows, steps and tokens
 
 
 def part_of(batch: PackedBatch, trajectories: Tensor) -> Part:
@@ -109,7 +103,7 @@ def part_of(batch: PackedBatch, trajectories: Tensor) -> Part:
         if batch.group_sources
         else (),
     )
-    return Part(part, trajectories, {"row": rows, "step": positions, "token": tokens})
+    return Part(part, {"trajectory": trajectories, "row": rows, "step": positions, "token": tokens})
 
 
 def _steps(batch: PackedBatch, rows: Tensor, positions: Tensor, owners: Tensor, cu_seqlens: Tensor) -> Steps:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ..chain_metrics import Metric
 from ..packed import Level, PackedBatch
 from ..registry import Scope
-from ..rewards import RunningMoments
-from ..segments import Summary, Trainable
+from ..segments import RunningMoments, Summary, Trainable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,17 @@ from ...errors import TrajectoryError
 from ...extras import torch
 from ..packed import PackedBatch, expand
 from ..registry import Estimate, NotNegative, Positive, Share, estimator
-from ..rewards import normalise
 from ..scan import ends_row, reverse_scan
-from ..segments import moments, segment_max, segment_min, segment_sum, whiten, whiten_weighted, whole
+from ..segments import (
+    moments,
+    normalise,
+    segment_max,
+    segment_min,
+    segment_sum,
+    whiten,
+    whiten_weighted,
+    whole,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ...extras import torch
-from ..packed import PackedBatch, Steps, offsets_of
+from ..packed import PackedBatch, offsets_of
 from ..registry import Estimate, NotNegative, Share, estimator
-from ..rewards import NormScope, normalise
 from ..scan import scan_segments, turn_returns
-from ..segments import Moments, moments, segment_sum, spread
+from ..segments import Moments, NormScope, moments, normalise, segment_sum, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +81,7 @@ def step_grpo(
     A step weighs by how often others get as far, because it counts 0 alone. `step_rloo` is unbiased over turns.
     """
     steps = batch.steps
-    order, offsets = numbered_groups(steps, batch.trajectory_group[steps.trajectory])
+    order, offsets = _comparable(batch, "number")
     returns = discounted_returns(batch, gamma)
     stats = moments(returns[order], offsets, (~batch.baseline)[steps.trajectory][order].double())
     advantages = against_group(stats, baseline, norm_by_std, epsilon)
@@ -126,33 +125,38 @@ def step_rloo(batch: PackedBatch, *, gamma: Share = 1.0, compare: Compared = "nu
     trajectory = steps.trajectory[order]
     counted = (~batch.baseline)[trajectory].double()
     stats = moments(returns[order], offsets, counted)
-    own = _own_spans(trajectory, offsets)
+    # The runs of one trajectory within one set.
+    compared = spread(torch.arange(len(offsets) - 1, device=trajectory.device), offsets, len(order))
+    begins = torch.ones(len(order), dtype=torch.bool, device=trajectory.device)
+    begins[1:] = (trajectory[1:] != trajectory[:-1]) | (compared[1:] != compared[:-1])
+    own = offsets_of(torch.cumsum(begins, 0) - 1, len(order))
     own_sum = spread(segment_sum(stats.centred * counted, own), own, len(order))
     own_size = spread(segment_sum(counted, own), own, len(order))
     others = stats.size - own_size
     # The centred values of all trajectories sum to 0, so those of the others sum to minus the own ones.
-    compared = stats.centred + own_sum / others.clamp(min=1)
-    advantages = torch.where(others > 0, compared, returns[order])
+    against_others = stats.centred + own_sum / others.clamp(min=1)
+    advantages = torch.where(others > 0, against_others, returns[order])
     return Estimate("step", torch.empty_like(returns).scatter(0, order, advantages), returns)
 
 
 def _comparable(batch: PackedBatch, compare: Compared) -> tuple[Tensor, Tensor]:
-    """(order [S], offsets): the steps set by set of comparable ones, inside a set trajectory by trajectory."""
+    """(order [S], offsets): the steps set by set of comparable ones, in a set trajectory by trajectory, in time order.
+
+    Sets do not reach over groups; offsets may end with empty ones. ROLL's sets of a state ignore the group, so they
+    pool equal states of different prompts.
+    """
     steps, group = batch.steps, batch.trajectory_group[batch.steps.trajectory]
-    if compare == "number":
-        return numbered_groups(steps, group)
-    if compare == "state":
-        return state_groups(steps, group)
-    return torch.arange(len(steps), device=group.device), offsets_of(group, batch.num_groups)
-
-
-def _own_spans(trajectory: Tensor, offsets: Tensor) -> Tensor:
-    """Offsets of the runs of one trajectory within one set. trajectory [S]: of the ordered steps."""
-    count = len(trajectory)
-    compared = spread(torch.arange(len(offsets) - 1, device=trajectory.device), offsets, count)
-    begins = torch.ones(count, dtype=torch.bool, device=trajectory.device)
-    begins[1:] = (trajectory[1:] != trajectory[:-1]) | (compared[1:] != compared[:-1])
-    return offsets_of(torch.cumsum(begins, 0) - 1, count)
+    index = torch.arange(len(steps), device=group.device)
+    if compare == "group":
+        return index, offsets_of(group, batch.num_groups)
+    is_state = compare == "state"  # a step without one has a key below 0, and is alone
+    key = steps.state if is_state else index - torch.searchsorted(steps.trajectory, steps.trajectory)
+    order = torch.argsort(key, stable=True)
+    order = order[torch.argsort(group[order], stable=True)]
+    key, owner = key[order], group[order]
+    begins = torch.ones(len(key), dtype=torch.bool, device=key.device)
+    begins[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1]) | (key[1:] < 0)
+    return order, offsets_of(torch.cumsum(begins, 0) - 1, len(key))
 
 
 @estimator("gigpo", scope="group", level="step")
@@ -190,7 +194,7 @@ def gigpo(
     episode = normalise(
         batch.rewards, batch.group_offsets, mean="group", std=std, epsilon=epsilon, weight=weight
     )
-    order, offsets = state_groups(steps, batch.trajectory_group[steps.trajectory])
+    order, offsets = _comparable(batch, "state")
     counted = (~batch.baseline)[steps.trajectory][order]
     returns = discounted_returns(batch, gamma)
     sorted_step = normalise(
@@ -205,32 +209,3 @@ def discounted_returns(batch: PackedBatch, gamma: float) -> Tensor:
     steps = batch.steps
     offsets = offsets_of(steps.trajectory, batch.num_trajectories)
     return scan_segments(steps.rewards, gamma, offsets)
-
-
-def state_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps of one group that acted in the same state: (order [S], offsets [S + 1]).
-
-    `group` [S] is the group of a step. `order` lists the steps state group by state group, inside in time order;
-    `offsets` are the ranges of the state groups in it, the empty ones last. A step without state_key is alone. ROLL's
-    state groups ignore the prompt group, so they pool equal states of different prompts.
-    """
-    return _compared(steps.state, group)
-
-
-def numbered_groups(steps: Steps, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps of one group with the same number within their trajectories: (order [S], offsets [S + 1]).
-
-    `group` [S] is the group of a step. As `state_groups`, with the number in place of the state.
-    """
-    index = torch.arange(len(steps), device=group.device)
-    return _compared(index - torch.searchsorted(steps.trajectory, steps.trajectory), group)
-
-
-def _compared(key: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """(order, offsets) of the steps with equal `key` [S] and `group` [S]; one with a key below 0 is alone."""
-    order = torch.argsort(key, stable=True)
-    order = order[torch.argsort(group[order], stable=True)]
-    key, owner = key[order], group[order]
-    begins = torch.ones(len(key), dtype=torch.bool, device=key.device)
-    begins[1:] = (key[1:] != key[:-1]) | (owner[1:] != owner[:-1]) | (key[1:] < 0)
-    return order, offsets_of(torch.cumsum(begins, 0) - 1, len(key))

@@ -35,17 +35,7 @@ def gae(batch: PackedBatch, *, gamma: Share = 1.0, lam: Share = 0.95, mask_aware
     """
     tokens = batch.trainable_tokens if mask_aware else batch.all_tokens
     rewards, values = batch.column("token_level_rewards"), batch.column("values")
-    return Estimate("token", *gae_scan(rewards, values, tokens, gamma, lam))
-
-
-def gae_scan(
-    rewards: Tensor, values: Tensor, tokens: Trainable, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) [N] float32: GAE of rewards and values [N] over the tokens that count, 0 elsewhere.
-
-    V-trace of data from the policy itself: all ratios are 1.
-    """
-    return vtrace_scan(rewards, values, None, tokens, gamma, lam=lam, rho_clip=1.0, pg_rho_clip=1.0)
+    return Estimate("token", *vtrace_scan(rewards, values, None, tokens, gamma, lam=lam))
 
 
 VTRACE_NEEDS = ("response_mask", "values", "token_level_rewards", "old_log_probs", "rollout_log_probs")
@@ -100,13 +90,13 @@ def vtrace_scan(
     gamma: float,
     *,
     lam: float,
-    rho_clip: float,
-    pg_rho_clip: float,
+    rho_clip: float = 1.0,
+    pg_rho_clip: float = 1.0,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns) [N] float32: V-trace of columns [N] over the tokens that count, 0 elsewhere.
 
-    log_ratio None: all ratios are 1.
+    log_ratio None: all ratios are 1, as of data from the policy itself, which is GAE.
     """
     if kernels.on_cpu(values):
         columns = map(kernels.as_array, (rewards, values))

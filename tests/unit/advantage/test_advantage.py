@@ -15,8 +15,9 @@ from redis.exceptions import ExecAbortError
 
 from streamadv.advantage import worker
 from streamadv.advantage.compute import compute, compute_safely, isolate
-from streamadv.advantage.prepare import prepare, prepare_or_discard, worker_chain
+from streamadv.advantage.prepare import prepare
 from streamadv.advantage.worker import publish, run_worker
+from streamadv.algorithms.chain import cut_chain
 from streamadv.algorithms.device import choose_device
 from streamadv.batch.exclusion import dead_letter_groups
 from streamadv.batch.record import Death, name_batch, read_records
@@ -111,7 +112,7 @@ def test_a_result_after_the_commit_is_thrown_away(named: Run) -> None:
 def test_work_whose_groups_are_gone_is_finished(named: Run) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     named.connection.scripts.delete(named.keys.home.groups)
-    assert prepare_or_discard(named, entry) is None
+    assert prepare(named, entry) is None
     assert named.connection.scripts.xlen(named.keys.home.work) == 0
 
 
@@ -135,7 +136,7 @@ def test_work_of_a_batch_that_was_named_again_is_finished_and_no_foreign_entry(n
     (record,) = read_records(named).values()
     undo_batches(named, [record], fence_of(named))
     assert name_batch(named, record.model_copy(update={"id": "0-0123456789ab"}), fence_of(named))
-    assert prepare_or_discard(named, entry) is None
+    assert prepare(named, entry) is None
     assert named.connection.scripts.xlen(named.keys.home.work) == 0
     assert named.connection.scripts.xlen(named.keys.home.malformed) == 0
 
@@ -152,7 +153,7 @@ def test_work_that_its_shard_knows_is_done_although_the_record_is_of_another_nam
 def test_only_the_columns_of_the_chain_are_fetched(named: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = consumer_of(named, ADVANTAGE).read(1)
     prepared = prepare(named, entry)
-    chain = worker_chain(prepared.item)
+    chain, _ = cut_chain(prepared.item.chain, prepared.item.late)
     fetched = {name for columns in prepared.columns.values() for name in columns}
     assert fetched == set(chain.needs)
     assert fetched <= {"response_mask"}

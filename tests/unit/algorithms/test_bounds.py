@@ -12,8 +12,7 @@ import torch
 
 from streamadv import padded
 from streamadv.algorithms import PackedBatch, RunningMoments, build_chain, merge_metrics, run_chain
-from streamadv.algorithms.rewards import normalise
-from streamadv.algorithms.segments import moments, tokens_where, whiten, whiten_weighted
+from streamadv.algorithms.segments import moments, normalise, tokens_where, whiten, whiten_weighted
 from streamadv.trajectory.schema import Step
 
 from .reference import Pair, batch_of, member, pack

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streamadv.advantage.compute import lay_out
 from streamadv.algorithms import PackedBatch, build_chain, chain, estimator_names, kernels, run_chain
-from streamadv.algorithms.estimators.tokens import gae_scan
+from streamadv.algorithms.estimators.tokens import vtrace_scan
 from streamadv.algorithms.packing import pack_members
 from streamadv.algorithms.registry import get_estimator
 from streamadv.algorithms.rewards import credited_rewards, row_rewards
@@ -140,7 +140,7 @@ def test_loops_and_torch_agree_on_any_mask(
     rewards[~tokens.mask & torch.from_numpy(rng.random(len(rewards)) < 0.2)] = torch.nan
     known = torch.where(tokens.mask, rewards, 0.0)
     calls = [
-        lambda: torch.stack(gae_scan(rewards, values, tokens, gamma, lam)),
+        lambda: torch.stack(vtrace_scan(rewards, values, None, tokens, gamma, lam=lam)),
         lambda: whiten(values, tokens),
         lambda: whiten(values, tokens, shift_mean=False, everywhere=True),
         lambda: turn_mean(values, tokens),
@@ -161,9 +161,11 @@ def test_a_very_long_row(gamma: float, lam: float, monkeypatch: pytest.MonkeyPat
     size = 128 * 1024
     tokens = padded_tokens(torch.from_numpy(rng.random((1, size)) < 0.7))
     rewards, values = (torch.from_numpy(rng.normal(size=size).astype(np.float32)) for _ in range(2))
-    want = gae_scan(rewards, values, tokens, gamma, lam)
+    want = vtrace_scan(rewards, values, None, tokens, gamma, lam=lam)
     monkeypatch.setattr(kernels, "on_cpu", lambda tensor: False)
-    torch.testing.assert_close(gae_scan(rewards, values, tokens, gamma, lam), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        vtrace_scan(rewards, values, None, tokens, gamma, lam=lam), want, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

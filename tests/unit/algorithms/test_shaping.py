@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from streamadv import padded
 from streamadv.algorithms import build_chain, run_chain
 from streamadv.algorithms.kl import adapted_coefficient, approx_kl, column_kl
-from streamadv.algorithms.rewards import RunningMoments, overlong_penalty
-from streamadv.algorithms.segments import Trainable
+from streamadv.algorithms.rewards import overlong_penalty
+from streamadv.algorithms.segments import RunningMoments, Trainable
 from streamadv.errors import SettingError, TrajectoryError
 from streamadv.padded.sample_masks import difficulty_mask, sample_weights
 

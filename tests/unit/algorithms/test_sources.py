@@ -64,7 +64,7 @@ def test_each_source_gets_what_it_would_get_alone(
             assert (want is None) == (got is None)
             if want is not None:
                 assert torch.equal(got[part.indices[result.level]], want)
-        assert torch.equal(together.rewards[part.trajectories], result.rewards)
+        assert torch.equal(together.rewards[part.indices["trajectory"]], result.rewards)
         assert torch.equal(together.step_rewards[part.indices["step"]], result.step_rewards)
         for name, column in result.columns.items():
             assert torch.equal(together.columns[name][part.indices["token"]], column)
