@@ -103,23 +103,18 @@ def options_of(config: DictConfig, mode: str) -> Options:
         if "chain" not in queue:
             check_correction(config.algorithm, WHERE)
             options = replace(options, queue={**options.queue, "chain": chain_of(config.algorithm, WHERE)})
-    _check_queue(options)
+    try:  # what the queue would refuse when the sampler makes it
+        if "chain" in options.queue:
+            check_columns(options.queue["chain"], WHERE)
+        TrainerQueue(options.url, options.run, mark="explicit", **options.queue).close()
+    except SettingError as error:
+        raise SettingError(f"{WHERE}: {error}") from None
     refuse(
         options.queue["prefetch"] < updates - 1,
         f"{WHERE}.prefetch is {options.queue['prefetch']}, needs at least parameter_sync_step - 1: so many "
         "batches are read before the first of them is marked",
     )
     return options
-
-
-def _check_queue(options: Options) -> None:
-    """Raise SettingError for an option that the queue would refuse when the sampler makes it."""
-    try:
-        if "chain" in options.queue:
-            check_columns(options.queue["chain"], WHERE)
-        TrainerQueue(options.url, options.run, mark="explicit", **options.queue).close()
-    except SettingError as error:
-        raise SettingError(f"{WHERE}: {error}") from None
 
 
 def check(config: DictConfig, mode: str, options: Options) -> None:
