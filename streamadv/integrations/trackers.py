@@ -34,16 +34,11 @@ MAX_CHARS: Final = 20_000
 
 
 class Backend(Protocol):
-    """A tracker."""
+    """A tracker, with figures and rollouts of a version; each of the rows has the values of COLUMNS."""
 
-    def log(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Log figures of a version."""
-
-    def table(self, version: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log rollouts of a version. rows: the values of COLUMNS."""
-
-    def close(self) -> None:
-        """All of it is logged."""
+    def log(self, version: int, metrics: Mapping[str, float]) -> None: ...
+    def table(self, version: int, rows: Sequence[Sequence[Any]]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Tracker:

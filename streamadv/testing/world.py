@@ -347,10 +347,7 @@ class World(Scheduler):
 
     def _disturb(self) -> None:
         """Everybody who waits for the server hears that it has gone."""
-        waiting, self._waiting = self._waiting, {}
-        for key in sorted(waiting):
-            for call in waiting[key]:
-                self.at(self.time, call)
+        self._came(set(self._waiting))
 
     def random_bytes(self, count: int) -> bytes:
         """Names that are the same in every replay."""

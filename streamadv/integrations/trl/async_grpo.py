@@ -230,7 +230,8 @@ def _rows(batch: Batch) -> list[tuple[str, dict[str, Any]]]:
             if np.ptp(advantages) > 1e-6:
                 raise SettingError(
                     f"group {reference.group_id}, rollout {reference.rollout_index}: its tokens have different "
-                    "advantages or weights, AsyncGRPOTrainer takes one for a row; use QueueGRPOTrainer, or another chain"
+                    "advantages or weights, AsyncGRPOTrainer takes one for a row; use QueueGRPOTrainer, or another "
+                    "chain"
                 )
             sample = {
                 "input_ids": mb.input_ids[start:stop].cpu().numpy(),
