@@ -277,7 +277,6 @@ class QueueTrainer(Trainer):
 
 def check(args: TrainingArguments, queue: TrainerQueue) -> None:
     """Raise SettingError for arguments under which a batch would not be one step, or not one of the queue."""
-    this = f"{args.process_index} of {args.world_size}"
     refuse(
         args.gradient_accumulation_steps != 1,
         f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: a batch is one step, and the "
@@ -303,8 +302,8 @@ def check(args: TrainingArguments, queue: TrainerQueue) -> None:
     )
     refuse(
         (queue.rank, queue.world_size) != (args.process_index, args.world_size),
-        f"queue is of rank {queue.rank} of {queue.world_size}, this process is {this}: make the queue by "
-        "queue_for(args, ...)",
+        f"queue is of rank {queue.rank} of {queue.world_size}, this process is {args.process_index} of "
+        f"{args.world_size}: make the queue by queue_for(args, ...)",
     )
 
 
