@@ -57,7 +57,7 @@ class Job:
         self._is_stateless = scene.stateless and scene.each_batch and not scene.successor_s
         self.number = number
         self.weights = weights
-        self.store = torch.distributed.HashStore()  # of its process group
+        self.store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of its process group
         self.store.set_timeout(timedelta(seconds=COLLECTIVE_S))
         self.processes: list[Process] = []
         self._has_ended = False
