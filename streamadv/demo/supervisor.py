@@ -154,7 +154,8 @@ class Conductor:
         except ProcessEndedError as error:
             tails = "; ".join(f"{name}: {' | '.join(tail)}" for name, tail in self._tails.items() if tail)
             raise ProcessEndedError(f"{error}: {tails}") from None
-        self._hear_all(None)
+        self._kill_due = False
+        self._hear_all({})
         self.progress.phase = "done"
         self._show()
 
@@ -171,8 +172,7 @@ class Conductor:
             self._status_due = time.monotonic() + STATUS_EVERY_S
             self._show()
 
-    def _hear_all(self, workers: Mapping[str, Kept] | None) -> None:
-        """workers: None once all have ended."""
+    def _hear_all(self, workers: Mapping[str, Kept]) -> None:
         while True:
             try:
                 message = self._inbox.get_nowait()
@@ -192,9 +192,9 @@ class Conductor:
                 case "finished":
                     self.progress.phase = "evaluating"
 
-    def _after_update(self, version: int, workers: Mapping[str, Kept] | None) -> None:
+    def _after_update(self, version: int, workers: Mapping[str, Kept]) -> None:
         updates = self.progress.settings.updates
-        if workers is not None and self._kill_due and version >= KILL_AT * updates:
+        if self._kill_due and version >= KILL_AT * updates:
             self._kill_due = False
             for name in KILLED:
                 worker = workers[name]
