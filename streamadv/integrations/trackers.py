@@ -63,7 +63,6 @@ class Tracker:
         self._backend = None
 
     def _delivered(self, batch: Batch) -> None:
-        """Log a batch that was delivered."""
         self._attempt(lambda backend: backend.log(batch.version, batch.metrics))
         if self._rollouts and batch.version % self._every == 0:
             self._attempt(lambda backend: backend.table(batch.version, self._rows(batch)))

@@ -107,7 +107,6 @@ class Job:
             self.pipeline.restart_job()
 
     def failed(self, process: Process, error: BaseException) -> None:
-        """A rank has raised."""
         timed_out = (TimeoutError, CheckpointError)
         expected = (BatchLostError, EpochFencedError, *timed_out)
         has_cause = (
@@ -122,7 +121,6 @@ class Job:
         self.end()
 
     def run_rank(self, rank: int) -> None:
-        """What a rank's process does."""
         pipeline, scene = self.pipeline, self.pipeline.scene
         queue = TrainerQueue(
             URL,

@@ -64,7 +64,6 @@ class Server:
         self.store = Store(self.now_ms, self._info)
 
     def now_ms(self) -> int:
-        """Its clock."""
         return int((EPOCH_S + self._time() + self.offset) * 1000)
 
     def _info(self) -> str:

@@ -49,7 +49,6 @@ class Link:
         return found
 
     def execute(self, command: list[bytes]) -> Any:
-        """Let the server execute it."""
         return self.network.server.execute(self.session, command)
 
 

@@ -268,7 +268,6 @@ class World(Scheduler):
                 process.offset += given[0]
 
     def jump(self, seconds: float) -> None:
-        """The server's clock is set."""
         self.server.offset += seconds
         self.jumps.append((self.time, seconds))
         self._follow()
