@@ -34,12 +34,9 @@ class Child:
         environment: dict[str, str],
         log: Path,
         inbox: SimpleQueue[Message],
-        numbered: bool = False,
     ) -> None:
         self.name = name
-        self.starts = 0
         self._command = list(command)
-        self._numbered = numbered  # the number of this start is the last argument
         self.environment = environment
         self._log = log
         self._inbox = inbox
@@ -64,12 +61,11 @@ class Child:
 
     def start(self) -> None:
         """Start it, or start it again after it has ended."""
-        command = [sys.executable, *self._command, *([str(self.starts)] if self._numbered else [])]
         with self._log.open("a") as log:
             # SIGKILL, because the supervisor's server is gone too: a child that finishes what it has begun would wait
             # for that server for ever.
             process = subprocess.Popen(
-                ending_with_parent(command, signal.SIGKILL),
+                ending_with_parent([sys.executable, *self._command], signal.SIGKILL),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -79,7 +75,6 @@ class Child:
             )
         self._process = process
         self._told_to_end = False
-        self.starts += 1
         self._listener = threading.Thread(target=self._listen, args=(process,), name=self.name, daemon=True)
         self._listener.start()
 

@@ -62,7 +62,6 @@ class Progress:
             self.evaluations = dict(sorted(self.evaluations.items()))
 
     def read(self, status: Status, seconds: float) -> None:
-        """Take in a status reading."""
         self.status = status
         self._pushed.append((seconds, status.ledger.pushed))
         while len(self._pushed) > 2 and self._pushed[1][0] <= seconds - SMOOTHING_S:

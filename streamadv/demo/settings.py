@@ -22,7 +22,7 @@ GOAL: Final = 0.8  # success rate that counts as learnt, on the fixed map
 DEFAULT_UPDATES: Final = {"fixed": 80, "random": 200}  # by maps
 DEFAULT_ESTIMATOR: Final = "grpo"
 MAPS: Final = tuple(DEFAULT_UPDATES)
-CORRECTIONS: Final = ("none", "tis", "ppo")  # of the loss for stale rollouts, see `learning.LOSSES`
+CORRECTIONS: Final = ("none", "tis", "ppo")  # of the loss for stale rollouts, see `trainer.LOSSES`
 
 _FILE = "settings.json"
 _LAST = "last"

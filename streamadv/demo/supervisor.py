@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from ..errors import ProcessEndedError
 from ..processes import messages
-from ..processes.machine import Crew, Plan, Show, Signals, run_machine
+from ..processes.machine import Plan, Show, Signals, run_machine
+from ..processes.worker import Kept
 from ..run import open_run
 from ..run.manifest import RunSettings
 from ..status import Status, read_status
@@ -153,25 +154,25 @@ class Conductor:
         except ProcessEndedError as error:
             tails = "; ".join(f"{name}: {' | '.join(tail)}" for name, tail in self._tails.items() if tail)
             raise ProcessEndedError(f"{error}: {tails}") from None
-        self._hear_all(None)
+        self._kill_due = False
+        self._hear_all({})
         self.progress.phase = "done"
         self._show()
 
-    def look(self, crew: Crew) -> None:
+    def look(self, workers: Mapping[str, Kept]) -> None:
         """Take in what has happened since the last look."""
-        started = [name for name, worker in crew.workers.items() if worker.starts != self._starts.get(name)]
+        started = [name for name, worker in workers.items() if worker.starts != self._starts.get(name)]
         if started:
-            self._starts = {name: worker.starts for name, worker in crew.workers.items()}
-            self._view.say("started " + ", ".join(f"{name} ({crew.workers[name].pid})" for name in started))
-        self._hear_all(crew)
+            self._starts = {name: worker.starts for name, worker in workers.items()}
+            self._view.say("started " + ", ".join(f"{name} ({workers[name].pid})" for name in started))
+        self._hear_all(workers)
         if time.monotonic() - self._moved > STALL_S:
             raise ProcessEndedError(f"no update for {STALL_S:g} s while {self.progress.phase}")
         if time.monotonic() >= self._status_due:
             self._status_due = time.monotonic() + STATUS_EVERY_S
             self._show()
 
-    def _hear_all(self, crew: Crew | None) -> None:
-        """crew: None once all have ended."""
+    def _hear_all(self, workers: Mapping[str, Kept]) -> None:
         while True:
             try:
                 message = self._inbox.get_nowait()
@@ -183,7 +184,7 @@ class Conductor:
                 case "published" if self.progress.phase == "starting":
                     self.progress.phase = "learning"
                 case "update":
-                    self._after_update(int(message["version"]), crew)
+                    self._after_update(int(message["version"]), workers)
                 case "evaluation":
                     self._view.say(
                         f"version {message['version']}: success rate {message['success_rate']:.1%}"
@@ -191,12 +192,12 @@ class Conductor:
                 case "finished":
                     self.progress.phase = "evaluating"
 
-    def _after_update(self, version: int, crew: Crew | None) -> None:
+    def _after_update(self, version: int, workers: Mapping[str, Kept]) -> None:
         updates = self.progress.settings.updates
-        if crew is not None and self._kill_due and version >= KILL_AT * updates:
+        if self._kill_due and version >= KILL_AT * updates:
             self._kill_due = False
             for name in KILLED:
-                worker = crew.workers[name]
+                worker = workers[name]
                 if worker.pid is not None:
                     self.progress.kills.append(Kill(name, worker.pid, version))
                     worker.kill()

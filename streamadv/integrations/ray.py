@@ -28,7 +28,7 @@ from ..errors import ProcessEndedError, SettingError
 from ..extras import require
 from ..messages import brief, log_fields
 from ..processes.machine import LOOK_S
-from ..processes.worker import Worker, worker_command
+from ..processes.worker import Kept, worker_command
 from ..run import open_run
 from ..run.manifest import RunSettings
 from ..settings import redis_url, run_name
@@ -357,7 +357,7 @@ class WorkerActor:
         )
         self._last_line = ""
         self._stop = threading.Event()
-        self._worker = Worker(name, worker_command(words), environment, self._show)
+        self._worker = Kept(name, worker_command(words), environment, self._show)
         self._keeper = threading.Thread(target=self._keep, name="streamadv-keeper", daemon=True)
         self._keeper.start()
 

@@ -30,7 +30,7 @@ from ..settings import redis_url, run_name
 from ..trainer import TrainerQueue
 from ..trainer.checkpoints import read_state, write_state
 from ..trainer.microbatch import Batch, MicroBatch
-from . import refuse
+from . import ROUTED_EXPERTS, columns_of, refuse, trained_rows
 
 __all__ = ["QueueDataSource", "advantages", "record", "rollout"]
 
@@ -44,7 +44,6 @@ OWN: Final = ("rank", "world_size", "batch_groups", "mark", "commit", "prefetch"
 AHEAD: Final = 2
 #: Of a sample's metadata: its advantage.
 ADVANTAGE: Final = "streamadv_advantage"
-ROUTED_EXPERTS: Final = "routed_experts"
 _STATUS: Final = ("completed", "truncated")
 
 
@@ -235,18 +234,9 @@ def record(sample: Any, **fields: Any) -> dict[str, Any]:
         raise TrajectoryError("multimodal_inputs have no columns: only text is carried")
     prompt = len(sample.tokens) - sample.response_length
     mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-    made: dict[str, Any] = {
-        "input_ids": np.asarray(sample.tokens, np.int32),
-        "response_mask": np.r_[np.zeros(prompt, np.uint8), np.asarray(mask, np.uint8)],
-        "status": status,
-    }
-    if sample.rollout_log_probs is not None:
-        log_probs = np.asarray(sample.rollout_log_probs, np.float32)
-        made["rollout_log_probs"] = np.r_[np.zeros(prompt, np.float32), log_probs]
-    if sample.rollout_routed_experts is not None:
-        experts = np.asarray(sample.rollout_routed_experts, np.int32)
-        made[ROUTED_EXPERTS] = np.zeros((len(sample.tokens), *experts.shape[1:]), np.int32)
-        made[ROUTED_EXPERTS][: len(experts)] = experts  # none of the last token
+    experts = sample.rollout_routed_experts
+    experts = None if experts is None else np.asarray(experts, np.int32)
+    made = columns_of(sample.tokens, prompt, mask, sample.rollout_log_probs, experts) | {"status": status}
     if isinstance(sample.reward, dict):
         made["rewards"] = {str(name): float(value) for name, value in sample.reward.items()}
     elif sample.reward is not None:
@@ -297,22 +287,18 @@ def _samples_of(mb: MicroBatch, sample: type[Any]) -> Iterator[Any]:
         "rollout_is_weights" in columns,
         "the chain corrects token by token, which slime's samples cannot carry: leave correction out, and set use_tis",
     )
-    bounds = mb.cu_seqlens.tolist()
-    for number, reference in enumerate(mb.references):
-        start, stop = bounds[number], bounds[number + 1]
+    references, log_probs = mb.references, columns.get("rollout_log_probs")
+    for number, start, cut, stop in trained_rows(mb):
+        reference = references[number]
         row = {name: column[start:stop] for name, column in columns.items()}
-        trainable = row["response_mask"].nonzero()
-        if not len(trainable) or int(trainable[-1]) == 0:
-            continue
-        cut = max(1, int(trainable[0]))
         name = f"{reference.group_id}/{reference.rollout_index}"
         versions = [] if reference.versions is None else sorted(set(reference.versions))
         yield sample(
             tokens=row["input_ids"].tolist(),
-            response_length=stop - start - cut,
+            response_length=stop - cut,
             reward=reference.reward,
-            loss_mask=row["response_mask"][cut:].int().tolist(),
-            rollout_log_probs=row["rollout_log_probs"][cut:].tolist() if "rollout_log_probs" in row else None,
+            loss_mask=columns["response_mask"][cut:stop].int().tolist(),
+            rollout_log_probs=None if log_probs is None else log_probs[cut:stop].tolist(),
             rollout_routed_experts=row[ROUTED_EXPERTS][:-1] if ROUTED_EXPERTS in row else None,
             weight_versions=[str(version) for version in versions],
             status=sample.Status(reference.status),

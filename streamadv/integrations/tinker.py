@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -21,6 +20,7 @@ from ..extras import require
 from ..messages import log_fields, whole_number
 from ..trainer import TrainerQueue
 from ..trainer.microbatch import Batch, MicroBatch
+from . import trained_rows
 from .engines.completion import LENGTH, Completion
 
 require("streamadv.integrations.tinker", "tinker")
@@ -93,7 +93,7 @@ def train(
     saved = queue.resume(folder)
     if saved is not None:
         client.load_state_with_optimizer(_path_in(saved)).result()
-    version = _version(queue)
+    version: int = queue.state_dict()["version"]
     if max_batches is not None and version >= max_batches:
         return version
 
@@ -152,10 +152,8 @@ def datums(
             advantages = advantages * columns[name]
     advantages = torch.where(mask, advantages, 0.0).cpu()
     tokens, behind = columns["input_ids"].cpu(), columns[log_probs].float().cpu()
-    made, bounds = [], micro_batch.cu_seqlens.tolist()
-    for start, stop in pairwise(bounds):
-        if not bool(mask[start + 1 : stop].any()):  # nothing comes before a first token
-            continue
+    made = []
+    for _, start, _, stop in trained_rows(micro_batch):
         predicted = slice(start + 1, stop)
         inputs = {
             "target_tokens": tokens[predicted].long(),
@@ -234,11 +232,6 @@ def _step(
             figures[f"tinker/{name}"] = figures.get(f"tinker/{name}", 0.0) + value if summed else value
     figures |= {f"tinker/{name}": value for name, value in (stepped.result().metrics or {}).items()}
     return figures
-
-
-def _version(queue: TrainerQueue) -> int:
-    version: int = queue.state_dict()["version"]
-    return version
 
 
 def _path_in(checkpoint: Path) -> str:

@@ -34,16 +34,11 @@ MAX_CHARS: Final = 20_000
 
 
 class Backend(Protocol):
-    """A tracker."""
+    """A tracker, with figures and rollouts of a version; each of the rows has the values of COLUMNS."""
 
-    def log(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Log figures of a version."""
-
-    def table(self, version: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Log rollouts of a version. rows: the values of COLUMNS."""
-
-    def close(self) -> None:
-        """All of it is logged."""
+    def log(self, version: int, metrics: Mapping[str, float]) -> None: ...
+    def table(self, version: int, rows: Sequence[Sequence[Any]]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Tracker:
@@ -68,16 +63,20 @@ class Tracker:
         self._backend = None
 
     def _delivered(self, batch: Batch) -> None:
-        """Log a batch that was delivered."""
         self._attempt(lambda backend: backend.log(batch.version, batch.metrics))
         if self._rollouts and batch.version % self._every == 0:
             self._attempt(lambda backend: backend.table(batch.version, self._rows(batch)))
 
     def _rows(self, batch: Batch) -> list[list[Any]]:
-        """Rollouts of this rank, from the least reward to the greatest."""
-        delivered = batch.make_delivered()
-        chosen = _spread(sorted(delivered, key=_reward_of), self._rollouts)
-        return [self._row(each.trajectory(batch.version), batch.version) for each in chosen]
+        """Some rollouts of this rank, from the least reward to the greatest."""
+
+        def place_of(delivered: Delivered) -> tuple[float, str, int]:
+            reference = delivered.reference
+            return reference.reward or 0.0, reference.group_id, reference.rollout_index
+
+        all_ = sorted(batch.make_delivered(), key=place_of)
+        chosen = np.linspace(0, len(all_) - 1, min(self._rollouts, len(all_))).round().astype(int).tolist()
+        return [self._row(all_[place].trajectory(batch.version), batch.version) for place in chosen]
 
     def _row(self, trajectory: Trajectory, version: int) -> list[Any]:
         return [
@@ -247,17 +246,6 @@ BACKENDS: Final[Mapping[str, Callable[[Mapping[str, Any]], Backend]]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-
-
-def _spread(values: Sequence[Delivered], count: int) -> list[Delivered]:
-    """So many of them, from the first to the last."""
-    places = np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int)
-    return [values[place] for place in places.tolist()]
-
-
-def _reward_of(delivered: Delivered) -> tuple[float, str, int]:
-    reference = delivered.reference
-    return reference.reward or 0.0, reference.group_id, reference.rollout_index
 
 
 def _advantage_of(trajectory: Trajectory) -> float | None:

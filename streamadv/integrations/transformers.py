@@ -258,9 +258,13 @@ class QueueTrainer(Trainer):
             return weight_files.publish(self._weights, version, tensors, keep_every=self._keep_every)
 
     def _tokens_left(self, batch: Batch) -> Tensor:
-        """Tokens of the batch on all ranks that a loss sums over; at least one."""
-        left = torch.tensor(float(sum(_trained_tokens(each) for each in batch)), device=self.args.device)
-        total: Tensor = self.accelerator.reduce(left, reduction="sum")
+        """Tokens of the batch on all ranks that a loss sums over; at least one. A row's first token is none."""
+        left = 0
+        for micro_batch in batch:
+            mask, starts = micro_batch.response_mask.bool(), micro_batch.cu_seqlens[:-1].long()
+            left += int(mask.sum() - mask[starts].sum())
+        here = torch.tensor(float(left), device=self.args.device)
+        total: Tensor = self.accelerator.reduce(here, reduction="sum")
         return total.clamp(min=1.0)
 
     def _without_exchange(self, model: Any) -> AbstractContextManager[Any]:
@@ -273,7 +277,6 @@ class QueueTrainer(Trainer):
 
 def check(args: TrainingArguments, queue: TrainerQueue) -> None:
     """Raise SettingError for arguments under which a batch would not be one step, or not one of the queue."""
-    this = f"{args.process_index} of {args.world_size}"
     refuse(
         args.gradient_accumulation_steps != 1,
         f"gradient_accumulation_steps is {args.gradient_accumulation_steps}: a batch is one step, and the "
@@ -299,8 +302,8 @@ def check(args: TrainingArguments, queue: TrainerQueue) -> None:
     )
     refuse(
         (queue.rank, queue.world_size) != (args.process_index, args.world_size),
-        f"queue is of rank {queue.rank} of {queue.world_size}, this process is {this}: make the queue by "
-        "queue_for(args, ...)",
+        f"queue is of rank {queue.rank} of {queue.world_size}, this process is {args.process_index} of "
+        f"{args.world_size}: make the queue by queue_for(args, ...)",
     )
 
 
@@ -413,12 +416,6 @@ def _over_batches(name: str, values: Sequence[float]) -> float:
     if name.startswith("dropped/") and name.endswith("/groups"):
         return sum(values)
     return sum(values) / len(values)
-
-
-def _trained_tokens(micro_batch: MicroBatch) -> int:
-    """The tokens in the mask, without those at the beginning of a row: nothing predicts them."""
-    mask, starts = micro_batch.response_mask.bool(), micro_batch.cu_seqlens[:-1].long()
-    return int(mask.sum() - mask[starts].sum())
 
 
 def _is_json(path: Path) -> bool:

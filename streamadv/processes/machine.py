@@ -13,7 +13,7 @@ from typing import Final
 
 from .. import logs
 from ..units import counted
-from .worker import GRACE_S, Kept, Worker, worker_command
+from .worker import GRACE_S, Kept, worker_command
 
 LOOK_S: Final = 0.1
 ENDING: Final = f"ending commands, then workers: what has not ended after {GRACE_S:g} s is killed"
@@ -101,72 +101,45 @@ class Signals(threading.Event):
         say(f"{self.number.name}: {self._text}", self.who, self._event)
 
 
-def run_machine(plan: Plan, signals: Signals, look: Callable[[Crew], object]) -> int:
+def run_machine(plan: Plan, signals: Signals, look: Callable[[Mapping[str, Kept]], object]) -> int:
     """Start everything, look after it, end everything. Returns the exit status.
 
     That is the status of the first command that fails, 0 when all commands and programs have ended, and 128 and the
-    number of a signal; 0 for a signal without commands. look: called often; what it raises ends everything. Raises
-    ProcessEndedError for a worker or program that cannot be kept running.
+    number of a signal; 0 for a signal without commands. look: called often with workers and programs by name; what it
+    raises ends everything. Raises ProcessEndedError for a worker or program that cannot be kept running.
     """
-    crew = Crew(plan)
+    commands = _kept_commands(plan)
+    workers: dict[str, Kept] = {}
+    for name, words in plan.processes.items():
+        environment = {**plan.environment, "STREAMADV_METRICS_PORT": str(plan.ports[name])}
+        show = plan.show(name) if plan.show else _prefixed(name, 2)
+        workers[name] = Kept(name, words, environment, show, until_done=name in plan.programs)
     ending = signal.SIGTERM
     try:
-        crew.start()
+        for each in (*workers.values(), *commands):
+            each.start()
         while True:
             if signals.wait(LOOK_S):
                 assert signals.number is not None
                 ending = signals.number
                 return 128 + ending if plan.commands else 0
-            look(crew)
-            crew.look_after()
-            status = crew.status
-            if status is not None:
-                return status
+            look(workers)
+            for worker in workers.values():
+                if news := worker.look_after():
+                    (plan.tell or say)(news)
+            statuses = [command.exit_status for command in commands]
+            for command, status in zip(commands, statuses, strict=True):
+                if status:
+                    say(f"{command.name} ended with status {status}")
+                    return status
+            ended = [status == 0 for status in statuses] + [workers[name].done for name in plan.programs]
+            if ended and all(ended):
+                return 0
     finally:
-        crew.end(ending)
-
-
-class Crew:
-    """Workers, programs and commands."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._commands = _kept_commands(plan)
-        self._programs = plan.programs.keys()
-        self._tell = plan.tell
-        self.workers: dict[str, Worker] = {}
-        """Workers, then programs, by name."""
-        for name, command in plan.processes.items():
-            port = plan.ports[name]
-            environment = {**plan.environment, "STREAMADV_METRICS_PORT": str(port)}
-            show = plan.show(name) if plan.show else _prefixed(name, 2)
-            self.workers[name] = Worker(name, command, environment, show, until_done=name in plan.programs)
-
-    def start(self) -> None:
-        for each in (*self.workers.values(), *self._commands):
-            each.start()
-
-    def look_after(self) -> None:
-        """Start again what has ended, when it is due. Raises ProcessEndedError."""
-        for worker in self.workers.values():
-            if news := worker.look_after():
-                (self._tell or say)(news)
-
-    @property
-    def status(self) -> int | None:
-        """Of the first command that failed; 0 once commands and programs have ended; None before, and without any."""
-        statuses = [command.exit_status for command in self._commands]
-        for command, status in zip(self._commands, statuses, strict=True):
-            if status:
-                say(f"{command.name} ended with status {status}")
-                return status
-        ended = [status == 0 for status in statuses] + [self.workers[name].done for name in self._programs]
-        return 0 if ended and all(ended) else None
-
-    def end(self, number: signal.Signals) -> None:
-        """Commands first, by the signal that was given; workers then finish what is in hand."""
-        for together, sent in ((self._commands, number), (self.workers.values(), signal.SIGTERM)):
+        # Commands first, by the signal that was given; workers then finish what is in hand.
+        for together, number in ((commands, ending), (workers.values(), signal.SIGTERM)):
             for each in together:
-                each.send(sent)
+                each.send(number)
             for each in together:
                 each.wait()
 

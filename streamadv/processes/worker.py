@@ -23,11 +23,22 @@ KEEPER: Final = Path(__file__).with_name("keeper.py")
 GRACE_S: Final = 10.0
 
 
+#: Exit statuses of a worker that refuses its settings: it would refuse them again.
+REFUSALS: Final = (1, 2)
+#: Seconds before a worker is started again: at first, doubled with every further end in a row, and at most.
+FIRST_S: Final = 0.5
+LONGEST_S: Final = 30.0
+#: A worker that ran for so many seconds has worked: its next end is a new accident.
+WORKED_S: Final = 60.0
+#: Ends in a row, each soon after its start, that are a fault and no accident.
+MOST_ENDS: Final = 8
+
+
 class Kept:
     """One command. Start it from a thread that lives as long as the process: on Linux it ends with that thread.
 
     show: called in threads with each line of its output and whether that is of stderr; None: it has the supervisor's
-    own input and output.
+    own input and output. until_done: not started again once it has ended with status 0.
     """
 
     def __init__(
@@ -36,13 +47,20 @@ class Kept:
         command: Sequence[str],
         environment: Mapping[str, str],
         show: Callable[[str, bool], object] | None,
+        until_done: bool = False,
     ) -> None:
         self.name = name
         self._command = list(command)
         self._environment = dict(environment)
         self._show = show
+        self._until_done = until_done
         self._process: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
+        self.done = False
+        self.starts = 0
+        self._started = 0.0
+        self._ends = 0  # in a row, without WORKED_S in between
+        self._due: float | None = None  # when it has ended and is to be started again
 
     def start(self) -> None:
         """Start it, or start it again after it has ended."""
@@ -65,6 +83,8 @@ class Kept:
         ]
         for reader in self._readers:
             reader.start()
+        self._started, self._due = clock.now(), None
+        self.starts += 1
 
     @property
     def pid(self) -> int | None:
@@ -107,50 +127,10 @@ class Kept:
             for line in pipe:
                 self._show(line.rstrip("\n"), is_stderr)
 
-
-#: Exit statuses of a worker that refuses its settings: it would refuse them again.
-REFUSALS: Final = (1, 2)
-#: Seconds before a worker is started again: at first, doubled with every further end in a row, and at most.
-FIRST_S: Final = 0.5
-LONGEST_S: Final = 30.0
-#: A worker that ran for so many seconds has worked: its next end is a new accident.
-WORKED_S: Final = 60.0
-#: Ends in a row, each soon after its start, that are a fault and no accident.
-MOST_ENDS: Final = 8
-
-
-class Worker(Kept):
-    """One process. Start it from a thread that lives as long as the process, see `Kept`.
-
-    show: called in threads with each line of its output and whether that is of stderr. until_done: not started again
-    once it has ended with status 0.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        show: Callable[[str, bool], object],
-        until_done: bool = False,
-    ) -> None:
-        super().__init__(name, command, environment, show)
-        self._until_done = until_done
-        self.done = False
-        self.starts = 0
-        self._started = 0.0
-        self._ends = 0  # in a row, without WORKED_S in between
-        self._due: float | None = None  # when it has ended and is to be started again
-
     @property
     def waits(self) -> bool:
         """Whether it has ended and is started again later."""
         return self._due is not None
-
-    def start(self) -> None:
-        super().start()
-        self._started, self._due = clock.now(), None
-        self.starts += 1
 
     def look_after(self) -> str | None:
         """Start it again when that is due; call this often. Returns what has happened to it, for people.

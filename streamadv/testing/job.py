@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import torch.distributed
+
 from ..errors import BatchLostError, CheckpointError, EpochFencedError, SettingError, StarvedError
 from ..trainer.microbatch import Batch
 from ..trainer.queue import TrainerQueue
@@ -35,33 +37,6 @@ HEARD_OF_S: Final = 5.0
 WEIGHTS: Final = "weights.json"
 
 
-class Store:
-    """The key-value store of a process group."""
-
-    timeout = timedelta(seconds=COLLECTIVE_S)
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, text: str) -> None:
-        self._values[key] = text.encode()
-
-    def compare_set(self, key: str, expected: str, text: str) -> bytes:
-        """expected: "" for a key that is not there."""
-        if self._values.get(key, b"") == expected.encode():
-            self._values[key] = text.encode()
-        return self._values.get(key, b"")
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def delete_key(self, key: str) -> None:
-        self._values.pop(key, None)
-
-
 def files_of(pipeline: Pipeline) -> SimpleNamespace:
     """`shutil` for checkpoints: who was killed removes nothing."""
 
@@ -82,7 +57,8 @@ class Job:
         self._is_stateless = scene.stateless and scene.each_batch and not scene.successor_s
         self.number = number
         self.weights = weights
-        self.store = Store()
+        self.store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of its process group
+        self.store.set_timeout(timedelta(seconds=COLLECTIVE_S))
         self.processes: list[Process] = []
         self._has_ended = False
         self._met: list[dict[int, Any]] = []
@@ -131,7 +107,6 @@ class Job:
             self.pipeline.restart_job()
 
     def failed(self, process: Process, error: BaseException) -> None:
-        """A rank has raised."""
         timed_out = (TimeoutError, CheckpointError)
         expected = (BatchLostError, EpochFencedError, *timed_out)
         has_cause = (
@@ -146,7 +121,6 @@ class Job:
         self.end()
 
     def run_rank(self, rank: int) -> None:
-        """What a rank's process does."""
         pipeline, scene = self.pipeline, self.pipeline.scene
         queue = TrainerQueue(
             URL,

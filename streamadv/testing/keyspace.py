@@ -64,6 +64,14 @@ class Keyspace:
         if not value:
             self._drop(key)
 
+    def _remove(self, key: bytes, kind: type[Any], names: Sequence[bytes]) -> int:
+        value = self._get(key, kind)
+        if value is None:
+            return 0
+        gone = sum(value.pop(name, None) is not None for name in names)
+        self._tidy(key, value)
+        return gone
+
     # Server
 
     @command()
@@ -104,10 +112,6 @@ class Keyspace:
         for key in keys:
             self._expire(key)
         return sum([self._drop(key) for key in keys])
-
-    @command(writes=True)
-    def unlink(self, *keys: bytes) -> Any:
-        return self._del(*keys)
 
     @command(writes=True)
     def rename(self, key: bytes, target: bytes) -> Any:
@@ -185,12 +189,7 @@ class Keyspace:
 
     @command(writes=True)
     def hdel(self, key: bytes, *names: bytes) -> Any:
-        fields = self._get(key, dict)
-        if fields is None:
-            return 0
-        gone = sum(fields.pop(name, None) is not None for name in names)
-        self._tidy(key, fields)
-        return gone
+        return self._remove(key, dict, names)
 
     # Lists
 
@@ -234,12 +233,7 @@ class Keyspace:
 
     @command(writes=True)
     def zrem(self, key: bytes, *names: bytes) -> Any:
-        members = self._get(key, SortedSet)
-        if members is None:
-            return 0
-        gone = sum(members.pop(name, None) is not None for name in names)
-        self._tidy(key, members)
-        return gone
+        return self._remove(key, SortedSet, names)
 
 
 def _slice(items: list[Any], first: int, last: int) -> list[Any]:
@@ -297,4 +291,5 @@ _READ: Final[dict[bytes, tuple[type[Any], Callable[..., Any]]]] = {
     b"ZRANGEBYSCORE": (SortedSet, _by_score),
     b"ZSCAN": (SortedSet, lambda members, *_: [b"0", _members(members.in_order(), [b"WITHSCORES"])]),
 }
+COMMANDS[b"UNLINK"] = COMMANDS[b"DEL"]
 COMMANDS.update({name: Command(_reader(*how), False, False) for name, how in _READ.items()})

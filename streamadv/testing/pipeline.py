@@ -220,7 +220,6 @@ class Pipeline:
             raise Violation(self.violations[0])
 
     def violate(self, text: str) -> None:
-        """A promise is broken."""
         self.violations.append(f"{text} (at {self.world.time:.3f} s)")
 
     def _calm(self) -> None:
@@ -233,7 +232,6 @@ class Pipeline:
             self.violate(f"accounting in between: {text}")
 
     def _note_forgotten(self) -> None:
-        """The server has lost writes."""
         if b"servers" not in self.world.server.store.data.get(SHARD + b"session", {}):
             self.forgotten.append(self.world.time)
 

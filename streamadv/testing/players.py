@@ -82,8 +82,6 @@ class _Play:
 
 
 class Blocking(_Play):
-    """Operations of a blocking producer."""
-
     def carry_out(self, kind: str) -> None:
         self.asked = self.world.time
         # Done by an earlier life, or the run has ended meanwhile.
@@ -93,7 +91,6 @@ class Blocking(_Play):
         self.pipeline.answers.played(kind, self.asked)
 
     def _played(self, group: Group, rollout: Any, seconds: float | None = None) -> None:
-        """One rollout is played and pushed."""
         self.world.moment()
         seconds = self.plays if seconds is None else seconds
         self.world.sleep(seconds)
@@ -236,8 +233,6 @@ class Blocking(_Play):
 
 
 class Asyncio(_Play):
-    """Operations of an asyncio producer."""
-
     async def carry_out(self, kind: str) -> None:
         self.asked = self.world.time
         with suppress(GroupEndedError, RunEndedError):

@@ -64,7 +64,6 @@ class Server:
         self.store = Store(self.now_ms, self._info)
 
     def now_ms(self) -> int:
-        """Its clock."""
         return int((EPOCH_S + self._time() + self.offset) * 1000)
 
     def _info(self) -> str:
@@ -172,14 +171,11 @@ class Server:
         if command is None:
             raise Refusal(f"ERR unknown command '{name.decode()}'")
         if command.writes:
-            if not has_written or self.refusal != "oom":
-                self._check_writing(command.needs_memory)
+            is_free = self.refusal == "oom" and (has_written or not command.needs_memory)
+            if self.refusal is not None and not is_free:
+                raise Refusal(REFUSALS[self.refusal])
             self.keep(name, arguments)
         return command.call(self.store, *arguments)
-
-    def _check_writing(self, needs_memory: bool) -> None:
-        if self.refusal is not None and (self.refusal != "oom" or needs_memory):
-            raise Refusal(REFUSALS[self.refusal])
 
     def keep(self, name: bytes, arguments: Sequence[bytes]) -> None:
         """Remember what a write is about to change."""

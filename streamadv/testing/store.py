@@ -11,8 +11,6 @@ from .values import LAST_ID, OK, ConsumerGroup, Id, Pending, Refusal, Stream, co
 
 
 class Store(Keyspace):
-    """The data of one server."""
-
     @command(needs_memory=True)
     def xadd(self, key: bytes, *args: bytes) -> Any:
         rest, limit = list(args), None

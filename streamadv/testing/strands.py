@@ -122,7 +122,6 @@ class Strand:
         return f"{self.process.name}/{self.name}"
 
     def carry_out(self) -> None:
-        """Run the body on this thread."""
         try:
             if not self.process.dead:
                 self._body()

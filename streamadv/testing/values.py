@@ -50,8 +50,6 @@ def command(*, writes: bool = False, needs_memory: bool = False) -> Callable[[Ca
 
 
 class Pending:
-    """An entry that a consumer has."""
-
     __slots__ = ("consumer", "count", "when")
 
     def __init__(self, consumer: bytes, when: int, count: int) -> None:
@@ -59,8 +57,6 @@ class Pending:
 
 
 class ConsumerGroup:
-    """A consumer group of a stream."""
-
     def __init__(self, last: Id) -> None:
         self.last = last
         self.pending: dict[Id, Pending] = {}
@@ -130,7 +126,6 @@ def whole(text: bytes) -> int:
 
 
 def real(text: bytes) -> float:
-    """A score."""
     try:
         return float(text)
     except ValueError:

@@ -49,7 +49,6 @@ class Link:
         return found
 
     def execute(self, command: list[bytes]) -> Any:
-        """Let the server execute it."""
         return self.network.server.execute(self.session, command)
 
 
@@ -95,14 +94,15 @@ class Socket:
         self._due.extend(commands)
         self._go_on()
 
-    def _go_on(self) -> None:
-        """Execute what is due; a command that waits stays."""
+    def _go_on(self, is_over: bool = False) -> None:
+        """Execute what is due; a command that waits stays, unless its time is over."""
         link, network = self._link, self._link.network
         pieces: list[bytes] = []
         while self._due and link.is_open:
             reply = link.execute(self._due[0])
-            if block_of(self._due[0], reply) is not None:
+            if block_of(self._due[0], reply) is not None and not is_over:
                 break
+            is_over = False
             self._due.popleft()
             encode(reply, pieces)
         self._incoming += b"".join(pieces)
@@ -145,12 +145,7 @@ class Socket:
         if network.time >= timeout:
             raise TimeoutError("timed out")
         if network.time >= until:
-            command = self._due.popleft()
-            if self._link.is_open:
-                pieces: list[bytes] = []
-                reply = self._link.execute(command)
-                encode(reply, pieces)
-                self._incoming += b"".join(pieces)
+            self._go_on(is_over=True)
 
     def recv_into(self, place: Any, size: int = 0) -> int:
         view = memoryview(place).cast("B")

@@ -268,7 +268,6 @@ class World(Scheduler):
                 process.offset += given[0]
 
     def jump(self, seconds: float) -> None:
-        """The server's clock is set."""
         self.server.offset += seconds
         self.jumps.append((self.time, seconds))
         self._follow()
@@ -347,10 +346,7 @@ class World(Scheduler):
 
     def _disturb(self) -> None:
         """Everybody who waits for the server hears that it has gone."""
-        waiting, self._waiting = self._waiting, {}
-        for key in sorted(waiting):
-            for call in waiting[key]:
-                self.at(self.time, call)
+        self._came(set(self._waiting))
 
     def random_bytes(self, count: int) -> bytes:
         """Names that are the same in every replay."""

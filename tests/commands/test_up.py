@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from streamadv.cli import main
 from streamadv.cli.parser import split_commands
 from streamadv.errors import ProcessEndedError
-from streamadv.processes import machine
-from streamadv.processes.worker import LONGEST_S, MOST_ENDS, WORKED_S, Kept, Worker
+from streamadv.processes import machine, worker
+from streamadv.processes.worker import LONGEST_S, MOST_ENDS, WORKED_S, Kept
 from streamadv.store.connection import Connection
 from streamadv.trajectory.interchange import write_trajectory
 from tests.children import descendants, runs, worker_of
@@ -261,7 +262,7 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
         if len(started) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(machine, "Worker", refuse)
+    monkeypatch.setattr(machine, "Kept", refuse)
     monkeypatch.setattr(machine.signal, "signal", lambda *_: None)
     plan = machine.Plan({}, workers=2, metrics_port=given)
     with pytest.raises(KeyboardInterrupt):
@@ -270,16 +271,21 @@ def test_workers_serve_their_metrics_at_ports_that_follow_one_another(
 
 
 @pytest.fixture
-def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Worker]:
+def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Kept]:
     """A worker that was started; calling it has it end, and the worker look after it."""
     statuses: list[int | None] = []
-    monkeypatch.setattr(Kept, "start", lambda _: statuses.append(None))
-    monkeypatch.setattr(Kept, "wait", lambda _: None)
-    monkeypatch.setattr(Kept, "exit_status", property(lambda _: statuses[-1]))
-    crashing = Worker("grouper", ["grouper"], {}, print)
+
+    def begin(*_: object, **__: object) -> SimpleNamespace:
+        statuses.append(None)
+        return SimpleNamespace(
+            stdout=None, stderr=None, poll=lambda: statuses[-1], wait=lambda *_: statuses[-1]
+        )
+
+    monkeypatch.setattr(worker.subprocess, "Popen", begin)
+    crashing = Kept("grouper", ["grouper"], {}, print)
     crashing.start()
 
-    def crash() -> Worker:
+    def crash() -> Kept:
         statuses.append(9)
         assert crashing.look_after() is not None
         return crashing
@@ -288,7 +294,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Worker]:
 
 
 def test_restarts_become_rarer_and_end(
-    crashing: Callable[[], Worker], forward: Callable[[float], None]
+    crashing: Callable[[], Kept], forward: Callable[[float], None]
 ) -> None:
     delays = []
     for _ in range(MOST_ENDS - 1):
@@ -306,7 +312,7 @@ def test_restarts_become_rarer_and_end(
 
 
 def test_a_worker_that_has_worked_may_end_again(
-    crashing: Callable[[], Worker], forward: Callable[[float], None]
+    crashing: Callable[[], Kept], forward: Callable[[float], None]
 ) -> None:
     for _ in range(3 * MOST_ENDS):
         forward(WORKED_S)

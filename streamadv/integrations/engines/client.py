@@ -123,14 +123,11 @@ class EngineClient:
 
     async def _ask(self, path: str, asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> Completion:
         version = self.version
-        request = {"model": await self._name_of_model(), **self._sampling, **sampling, **asked}
-        return from_openai(await self._request("POST", path, request), version=version)
-
-    async def _name_of_model(self) -> str:
         if self._model is None:
             listed = await self._request("GET", "/v1/models")
             self._model = str(listed["data"][0]["id"])
-        return self._model
+        request = {"model": self._model, **self._sampling, **sampling, **asked}
+        return from_openai(await self._request("POST", path, request), version=version)
 
     async def _request(
         self, method: str, path: str, asked: Mapping[str, Any] | None = None

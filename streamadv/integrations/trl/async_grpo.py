@@ -10,7 +10,6 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -210,38 +209,36 @@ class _CountRows(TrainerCallback):
 
 def _rows(batch: Batch) -> list[tuple[str, dict[str, Any]]]:
     """The rows with a trainable token: id of the group, and fields of a sample."""
-    return [row for micro_batch in batch for row in _rows_of(micro_batch)]
-
-
-def _rows_of(mb: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    names = ("old_log_probs", "rollout_log_probs")
-    name = next((name for name in names if name in mb and name not in mb.optional), None)
-    if name is None:
-        raise SettingError(
-            "AsyncGRPOTrainer needs rollout_log_probs: push them, or give old_log_probs as late"
-        )
-    weights = mb.columns.get("rollout_is_weights")
-    bounds = mb.cu_seqlens.tolist()
-    for reference, start, stop in zip(mb.references, bounds[:-1], bounds[1:], strict=True):
-        mask = mb.response_mask[start:stop].cpu().numpy()
-        if not mask.any():
-            continue
-        advantages = mb.advantages[start:stop].cpu().numpy()
-        if weights is not None:
-            advantages = advantages * weights[start:stop].cpu().numpy()
-        advantages = advantages[mask]
-        if np.ptp(advantages) > 1e-6:
+    rows = []
+    for mb in batch:
+        names = ("old_log_probs", "rollout_log_probs")
+        name = next((name for name in names if name in mb and name not in mb.optional), None)
+        if name is None:
             raise SettingError(
-                f"group {reference.group_id}, rollout {reference.rollout_index}: its tokens have different advantages "
-                "or weights, AsyncGRPOTrainer takes one for a row; use QueueGRPOTrainer, or another chain"
+                "AsyncGRPOTrainer needs rollout_log_probs: push them, or give old_log_probs as late"
             )
-        yield (
-            reference.group_id,
-            {
+        weights = mb.columns.get("rollout_is_weights")
+        bounds = mb.cu_seqlens.tolist()
+        for reference, start, stop in zip(mb.references, bounds[:-1], bounds[1:], strict=True):
+            mask = mb.response_mask[start:stop].cpu().numpy()
+            if not mask.any():
+                continue
+            advantages = mb.advantages[start:stop].cpu().numpy()
+            if weights is not None:
+                advantages = advantages * weights[start:stop].cpu().numpy()
+            advantages = advantages[mask]
+            if np.ptp(advantages) > 1e-6:
+                raise SettingError(
+                    f"group {reference.group_id}, rollout {reference.rollout_index}: its tokens have different "
+                    "advantages or weights, AsyncGRPOTrainer takes one for a row; use QueueGRPOTrainer, or another "
+                    "chain"
+                )
+            sample = {
                 "input_ids": mb.input_ids[start:stop].cpu().numpy(),
                 "completion_mask": mask.astype(np.int64),
                 "old_log_probs": mb.columns[name][start:stop].cpu().numpy(),
                 "advantage": float(advantages[0]),
                 "metrics": {} if reference.reward is None else {"reward": float(reference.reward)},
-            },
-        )
+            }
+            rows.append((reference.group_id, sample))
+    return rows

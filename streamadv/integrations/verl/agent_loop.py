@@ -23,8 +23,9 @@ from ...messages import log_fields
 from ...producer import Producer
 from ...producer.async_group import AsyncRollout
 from ...producer.async_producer import AsyncProducer
+from .. import columns_of
 from .options import Options, options_of
-from .rows import NUM_TURNS, ROUTED_EXPERTS
+from .rows import NUM_TURNS
 from .sampler import TRAIN
 
 logger = logging.getLogger(__name__)
@@ -180,20 +181,10 @@ def _row(output: AgentLoopOutput) -> dict[str, Any]:
         raise TrajectoryError(
             f"multi_modal_data: {', '.join(output.multi_modal_data)} have no columns: only text is carried"
         )
-    prompt, response = len(output.prompt_ids), len(output.response_ids)
-    row: dict[str, Any] = {
-        "input_ids": np.array([*output.prompt_ids, *output.response_ids], np.int32),
-        "response_mask": np.r_[np.zeros(prompt, np.uint8), np.asarray(output.response_mask, np.uint8)],
-        NUM_TURNS: np.array([output.num_turns], np.int32),
-    }
-    if output.response_logprobs is not None:
-        log_probs = np.asarray(output.response_logprobs, np.float32)
-        row["rollout_log_probs"] = np.r_[np.zeros(prompt, np.float32), log_probs]
-    if output.routed_experts is not None:
-        experts = np.asarray(output.routed_experts, np.int16)[: prompt + response]
-        row[ROUTED_EXPERTS] = np.zeros((prompt + response, *experts.shape[1:]), np.int16)
-        row[ROUTED_EXPERTS][: len(experts)] = experts  # engines record none for the last tokens
-    return row
+    ids, experts = [*output.prompt_ids, *output.response_ids], output.routed_experts
+    experts = None if experts is None else np.asarray(experts, np.int16)[: len(ids)]
+    row = columns_of(ids, len(output.prompt_ids), output.response_mask, output.response_logprobs, experts)
+    return row | {NUM_TURNS: np.array([output.num_turns], np.int32)}
 
 
 def _is_number(value: Any) -> bool:

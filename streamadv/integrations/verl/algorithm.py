@@ -13,6 +13,8 @@ from ...messages import brief
 from ...trainer.late_columns import LATE_COLUMNS
 from .. import refuse
 
+#: The options of the queue in verl's configuration.
+WHERE: Final = "trainer.v1.sampler.sampler_kwargs"
 #: Estimators that read whole rewards of rows: a rejected token changes nobody's advantage.
 OF_WHOLE_ROWS: Final = ("gpg", "grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized")
 #: Estimators that verl's asynchronous trainers do not feed, so that they end in the first step: what is missing.
@@ -26,11 +28,8 @@ UNFED: Final = {
 OFF_POLICY: Final = {"max_off_policy_threshold": 8, "max_off_policy_strategy": "drop"}
 
 
-def chain_of(algorithm: DictConfig, where: str) -> str | dict[str, Any]:
-    """The chain with the numbers of `algorithm.adv_estimator` and its settings. Raises SettingError without one.
-
-    where: the options of the queue, for messages.
-    """
+def chain_of(algorithm: DictConfig) -> str | dict[str, Any]:
+    """The chain with the numbers of `algorithm.adv_estimator` and its settings. Raises SettingError without one."""
     name = getattr(algorithm.adv_estimator, "value", str(algorithm.adv_estimator))
     by_std = algorithm.get("norm_adv_by_std_in_grpo", True)
     if name == "grpo" and not by_std:
@@ -38,8 +37,8 @@ def chain_of(algorithm: DictConfig, where: str) -> str | dict[str, Any]:
     preset = f"verl/{name}"
     refuse(
         preset not in PRESETS,
-        f"algorithm.adv_estimator is {brief(name)}: the queue has no preset of its name; give {where}.chain, or "
-        f"{where}.advantages=verl",
+        f"algorithm.adv_estimator is {brief(name)}: the queue has no preset of its name; give {WHERE}.chain, or "
+        f"{WHERE}.advantages=verl",
     )
     options: dict[str, Any] = {}
     if name == "grpo_passk" and not by_std:
@@ -57,21 +56,21 @@ def chain_of(algorithm: DictConfig, where: str) -> str | dict[str, Any]:
     return {"preset": preset, **options} if options else preset
 
 
-def check_chain(given: Any, algorithm: DictConfig, where: str) -> None:
+def check_chain(given: Any, algorithm: DictConfig) -> None:
     """Raise SettingError for a preset `verl/<name>` that is not `algorithm.adv_estimator`."""
     name = given.get("preset") if isinstance(given, dict) else given
     if not isinstance(name, str) or not name.startswith("verl/") or name not in PRESETS:
         return
-    expected = chain_of(algorithm, where)
+    expected = chain_of(algorithm)
     preset = expected if isinstance(expected, str) else expected["preset"]
     refuse(
         name != preset,
-        f"{where}.chain is {brief(name)}, algorithm.adv_estimator and norm_adv_by_std_in_grpo say {preset}: leave the "
+        f"{WHERE}.chain is {brief(name)}, algorithm.adv_estimator and norm_adv_by_std_in_grpo say {preset}: leave the "
         "chain out, or make them the same",
     )
 
 
-def check_fed(algorithm: DictConfig, advantages: str, where: str) -> None:
+def check_fed(algorithm: DictConfig, advantages: str) -> None:
     """Raise SettingError for an estimator that nobody gives what it reads. advantages: "verl", or "streamadv"."""
     name = getattr(algorithm.adv_estimator, "value", str(algorithm.adv_estimator))
     refuse(
@@ -82,23 +81,23 @@ def check_fed(algorithm: DictConfig, advantages: str, where: str) -> None:
     refuse(
         advantages == "verl" and name in UNFED,
         f"algorithm.adv_estimator is {name}: verl's asynchronous trainers give no estimator {UNFED.get(name)}; leave "
-        f"{where}.advantages out",
+        f"{WHERE}.advantages out",
     )
 
 
-def check_columns(chain: Any, where: str) -> None:
+def check_columns(chain: Any) -> None:
     """Raise SettingError for a chain that needs what verl computes after it."""
     made: set[str] = set()
     for step in build_chain(chain).steps:
         for name in sorted(LATE_COLUMNS & (set(step.needs) - made)):
             raise SettingError(
                 f"chain step {step.name} needs column {name}, which verl computes after the chain: use a chain without "
-                f"it, such as verl/grpo, with algorithm.rollout_correction; or {where}.advantages=verl without a chain"
+                f"it, such as verl/grpo, with algorithm.rollout_correction; or {WHERE}.advantages=verl without a chain"
             )
         made |= set(step.makes)
 
 
-def check_correction(algorithm: DictConfig, where: str) -> None:
+def check_correction(algorithm: DictConfig) -> None:
     """Raise SettingError where verl's rejection changes what `algorithm.adv_estimator` computes advantages from.
 
     verl rejects before the estimator; here the queue's chain has computed advantages by then.
@@ -108,7 +107,7 @@ def check_correction(algorithm: DictConfig, where: str) -> None:
     if correction.get("bypass_mode") or name in OF_WHOLE_ROWS or f"verl/{name}" not in PRESETS:
         return
     rejects = correction.get("rollout_rs")
-    remedy = "leave it out" if name in UNFED else f"set {where}.advantages=verl, or leave it out"
+    remedy = "leave it out" if name in UNFED else f"set {WHERE}.advantages=verl, or leave it out"
     refuse(
         rejects,
         f"algorithm.rollout_correction.rollout_rs is {brief(rejects)}: {name} depends on it, and the queue's chain "
@@ -116,14 +115,14 @@ def check_correction(algorithm: DictConfig, where: str) -> None:
     )
 
 
-def check_off_policy(sampler: DictConfig, where: str) -> None:
+def check_off_policy(sampler: DictConfig) -> None:
     """Raise SettingError for verl's bounds on staleness, if they are set: they have no effect."""
     for name, default in OFF_POLICY.items():
         value = sampler.get(name, default)
         refuse(
             value != default,
             f"trainer.v1.sampler.{name} is {brief(value)} and has no effect: groups that are too old are dropped by "
-            f"{where}.drop_after, counted in batches, and producers wait by max_staleness; leave it out",
+            f"{WHERE}.drop_after, counted in batches, and producers wait by max_staleness; leave it out",
         )
 
 

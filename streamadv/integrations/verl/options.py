@@ -17,6 +17,7 @@ from ...settings import redis_url, run_name
 from ...trainer import TrainerQueue
 from .. import refuse
 from .algorithm import (
+    WHERE,
     chain_of,
     check_chain,
     check_columns,
@@ -31,7 +32,6 @@ QUEUE_OPTIONS: Final = (
     *("batch_groups", "chain", "commit", "drop_after", "durability_window", "keep_rolled_back"),
     *("max_filtered_batches", "max_staleness", "min_groups", "min_kept_ratio", "prefetch"),
 )
-WHERE: Final = "trainer.v1.sampler.sampler_kwargs"
 
 
 @dataclass(frozen=True)
@@ -97,29 +97,24 @@ def options_of(config: DictConfig, mode: str) -> Options:
     )
     check(config, mode, options)
     if options.advantages == "verl" or "chain" not in queue:
-        check_fed(config.algorithm, options.advantages, WHERE)
+        check_fed(config.algorithm, options.advantages)
     if options.advantages == "streamadv":
-        check_chain(queue.get("chain"), config.algorithm, WHERE)
+        check_chain(queue.get("chain"), config.algorithm)
         if "chain" not in queue:
-            check_correction(config.algorithm, WHERE)
-            options = replace(options, queue={**options.queue, "chain": chain_of(config.algorithm, WHERE)})
-    _check_queue(options)
+            check_correction(config.algorithm)
+            options = replace(options, queue={**options.queue, "chain": chain_of(config.algorithm)})
+    try:  # what the queue would refuse when the sampler makes it
+        if "chain" in options.queue:
+            check_columns(options.queue["chain"])
+        TrainerQueue(options.url, options.run, mark="explicit", **options.queue).close()
+    except SettingError as error:
+        raise SettingError(f"{WHERE}: {error}") from None
     refuse(
         options.queue["prefetch"] < updates - 1,
         f"{WHERE}.prefetch is {options.queue['prefetch']}, needs at least parameter_sync_step - 1: so many "
         "batches are read before the first of them is marked",
     )
     return options
-
-
-def _check_queue(options: Options) -> None:
-    """Raise SettingError for an option that the queue would refuse when the sampler makes it."""
-    try:
-        if "chain" in options.queue:
-            check_columns(options.queue["chain"], WHERE)
-        TrainerQueue(options.url, options.run, mark="explicit", **options.queue).close()
-    except SettingError as error:
-        raise SettingError(f"{WHERE}: {error}") from None
 
 
 def check(config: DictConfig, mode: str, options: Options) -> None:
@@ -130,7 +125,7 @@ def check(config: DictConfig, mode: str, options: Options) -> None:
     checkpoint = config.actor_rollout_ref.actor.get("checkpoint") or {}
     hybrid = config.trainer.v1[mode].get("hybrid_rollout") or {}
     skip = (config.get("skip") or {}).get("rollout_tq") or {}
-    check_off_policy(config.trainer.v1.sampler, WHERE)
+    check_off_policy(config.trainer.v1.sampler)
     refuse(
         ours and options.generate and config.algorithm.adv_estimator == "remax",
         f"algorithm.adv_estimator is remax: verl's agent loops play no baseline rollouts; set {WHERE}.generate=false "

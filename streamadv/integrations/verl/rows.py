@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...trainer.microbatch import Batch, MicroBatch
 from ...trajectory.members import Reference
+from .. import ROUTED_EXPERTS, trained_rows
 
 #: An extra column with one number for each row: turns of the conversation, as verl counts them.
 NUM_TURNS: Final = "num_turns"
-ROUTED_EXPERTS: Final = "routed_experts"
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,19 @@ def _rows_of(
     mb: MicroBatch, global_steps: int, updates_per_sync: int, has_rope_channels: bool
 ) -> Iterator[Row]:
     columns = {name: column for name, column in mb.columns.items() if name not in mb.optional}
-    references, bounds = mb.references, mb.cu_seqlens.tolist()
+    references = mb.references
     turns = None if NUM_TURNS in mb.optional else mb.extras.get(NUM_TURNS)
     outputs = {
         name: columns[name] for name in ("advantages", "returns", "rollout_is_weights") if name in columns
     }
     if "sample_weights" in columns and "advantages" in outputs:
         outputs["advantages"] = outputs["advantages"] * columns["sample_weights"]
-    for number, (reference, start, stop) in enumerate(zip(references, bounds[:-1], bounds[1:], strict=True)):
-        trainable = columns["response_mask"][start:stop].nonzero()
-        if not len(trainable) or int(trainable[-1]) == 0:
-            continue
-        cut = start + max(1, int(trainable[0]))
+    for number, start, cut, stop in trained_rows(mb):
+        reference = references[number]
         mask = columns["response_mask"][cut:stop].long()
         uid = uid_of(reference.group_id)
-        positions = torch.arange(stop - start)
+        positions, scores = torch.arange(stop - start), torch.zeros(stop - cut)
+        scores[-1] = reference.reward or 0.0
         fields = {
             "uid": uid,
             "prompts": columns["input_ids"][start:cut],
@@ -100,7 +98,7 @@ def _rows_of(
             "position_ids": positions.repeat(ROPE_CHANNELS, 1) if has_rope_channels else positions,
             "response_mask": mask,
             "loss_mask": mask,
-            "rm_scores": _at_the_end(reference.reward, stop - cut),
+            "rm_scores": scores,
             "data_source": reference.data_source or "unknown",
             "num_turns": int(turns[number][0]) if turns else _turns(mask),
         }
@@ -132,12 +130,6 @@ def _tag(
         "min_global_steps": oldest,
         "max_global_steps": newest,
     }
-
-
-def _at_the_end(reward: float | None, length: int) -> Tensor:
-    scores = torch.zeros(length)
-    scores[-1] = 0.0 if reward is None else reward
-    return scores
 
 
 def _turns(mask: Tensor) -> int:

@@ -25,7 +25,8 @@ from ...store.connection import Connection
 from ...trainer import TrainerQueue
 from ...trainer.checkpoints import read_state, write_state
 from ...trainer.microbatch import Batch
-from .options import WHERE, Options
+from .algorithm import WHERE
+from .options import Options
 from .rows import as_fields, rows_of
 
 logger = logging.getLogger(__name__)

@@ -107,9 +107,12 @@ class QueuePPOTrainer(PPOTrainer):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
+        loaded = None if self.global_steps == 0 else self._checkpoint()
+        if loaded is not None and self.config.trainer.resume_mode == "resume_path":
+            loaded = Path(self.config.trainer.resume_from_path)
         self.replay_buffer.begin(
             self.global_steps,
-            self._loaded_checkpoint(),
+            loaded,
             needs_log_probs=log_probs_reader(self.config),
             has_rope_channels=hasattr(self.processor, "get_rope_index"),
         )
@@ -119,13 +122,6 @@ class QueuePPOTrainer(PPOTrainer):
     def _checkpoint(self) -> Path:
         """The folder of this step's checkpoint."""
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-
-    def _loaded_checkpoint(self) -> Path | None:
-        if self.global_steps == 0:
-            return None
-        if self.config.trainer.resume_mode == "resume_path":
-            return Path(self.config.trainer.resume_from_path)
-        return self._checkpoint()
 
     def _correct(self, batch: KVBatchMeta, correction: Any, metrics: dict[str, Any]) -> dict[str, list[Any]]:
         """verl's correction for stale rollouts, as `PPOTrainer._compute_advantage` has it."""

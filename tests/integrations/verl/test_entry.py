@@ -142,7 +142,7 @@ def test_the_chain_is_that_of_verls_estimator_and_its_settings(tmp_path: Path) -
 )
 def test_each_estimator_of_verl_has_a_chain(name: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, NOWHERE, "none", algorithm__adv_estimator=name)
-    build_chain(chain_of(config.algorithm, "here"))
+    build_chain(chain_of(config.algorithm))
 
 
 @pytest.mark.parametrize("name", [each.value for each in AdvantageEstimator])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamadv.demo.environment import BOS, FIRST_ACTION, FIRST_POSITION
-from streamadv.demo.learning import CLIP_RATIO, LOSSES, TIS_CAP, new_optimizer, update
 from streamadv.demo.policy import Policy, log_probs_and_entropy, seeded_policy
 from streamadv.demo.settings import CORRECTIONS
+from streamadv.demo.trainer import CLIP_RATIO, LOSSES, TIS_CAP, new_optimizer, update
 
 NUMBERS = st.floats(-3, 3)
 

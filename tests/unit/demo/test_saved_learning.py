@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from streamadv.demo.learning import load_learning, new_optimizer, save_learning
 from streamadv.demo.policy import Policy, seeded_policy
+from streamadv.demo.trainer import LEARNING, load_learning, new_optimizer, save
 
 
 def same(one: Policy, other: Policy) -> bool:
@@ -26,11 +28,14 @@ def test_weights_and_optimiser_come_back(tmp_path: Path) -> None:
     optimizer = new_optimizer(policy)
     for version in (1, 2):
         step(policy, optimizer)
-        save_learning(tmp_path / str(version), policy, optimizer)
+        folder = tmp_path / str(version)
+        folder.mkdir()
+        queue = SimpleNamespace(checkpoint=lambda path, keep: nullcontext(path))
+        save(queue, folder, policy, optimizer)
     step(policy, optimizer)
 
     restored = seeded_policy(9)
     restored_optimizer = new_optimizer(restored)
-    load_learning(tmp_path / "2", restored, restored_optimizer)
+    load_learning(tmp_path / "2" / LEARNING, restored, restored_optimizer)
     step(restored, restored_optimizer)
     assert same(restored, policy)  # the moments came back too
