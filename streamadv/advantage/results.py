@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..algorithms.chain_metrics import merge_metrics
 from ..algorithms.packed import Level
-from ..batch.commit import is_size
+from ..batch.ends import is_size
 from ..batch.record import Death, WorkItem
 from ..errors import ArgumentError, WireError
 from ..grouping.layout import Layout, Piece, pieces

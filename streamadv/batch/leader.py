@@ -20,8 +20,7 @@ from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
-from .commit import commit, commit_arguments
-from .exclusion import drop, warn_of_oversize
+from .ends import commit, commit_arguments, drop, warn_of_oversize
 from .progress import NamedBatch
 from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, apply, name_batch, read_records

@@ -12,7 +12,7 @@ from ..errors import SettingError
 from ..grouping.groups_log import LoggedGroup, Pointer
 from ..messages import brief
 from ..prompts.spec import identity
-from .commit import CommitArguments, StoredResult
+from .ends import CommitArguments, StoredResult
 from .record import BatchRecord, Death, Running
 
 

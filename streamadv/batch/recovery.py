@@ -17,8 +17,7 @@ from ..messages import log_fields
 from ..prompts.spec import identity
 from ..run import Run
 from ..run.run import Shard
-from .commit import commit, read_results, results_of
-from .exclusion import dead_letter_groups, read_exclusions
+from .ends import commit, dead_letter_groups, read_exclusions, read_results, results_of
 from .hold import take
 from .leader import Leader, server_text
 from .progress import NamedBatch, Progress, weights_version

@@ -11,8 +11,7 @@ from typing import Final
 from .. import tracing
 from ..advantage.results import BatchResults, Result, counts_of, misfit, parse_result
 from ..batch import recovery
-from ..batch.commit import stored_result
-from ..batch.exclusion import leave_out
+from ..batch.ends import leave_out, stored_result
 from ..batch.leader import Leader
 from ..batch.record import BatchRecord, Death, WorkItem, work_items
 from ..batch.selection import BATCH_ID

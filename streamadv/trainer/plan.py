@@ -13,7 +13,7 @@ from heapq import heapreplace
 import numpy as np
 import torch
 
-from ..batch.commit import is_oversize
+from ..batch.ends import is_oversize
 from ..grouping.layout import Layout
 from ..trajectory.columns import Array
 from ..trajectory.members import Positions, offsets, spans

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.batch.exclusion import leave_out
+from streamadv.batch.ends import leave_out
 from streamadv.batch.hold import random_job
 from streamadv.batch.record import read_records
 from streamadv.errors import SettingError, StreamadvError

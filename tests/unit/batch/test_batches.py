@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms import build_chain
-from streamadv.batch import commit as batch_commit
-from streamadv.batch import exclusion, recovery, selection
+from streamadv.batch import ends, recovery, selection
 from streamadv.batch import leader as batch_leader
 from streamadv.batch import record as batch_record
 from streamadv.batch.leader import Candidates
@@ -206,7 +205,7 @@ def test_rules_for_many_groups_are_those_for_each(
 @given(groups=some_groups, budget=st.none() | st.integers(1, 10))
 def test_commit_counts_each_member_once(groups: list[LoggedGroup], budget: int | None) -> None:
     for each in groups:
-        found = batch_commit.commit_arguments(each, budget)
+        found = ends.commit_arguments(each, budget)
         states = Counter[str]()
         rows = iter(each.members.rows["tokens"].tolist())
         for count, flags in each.members.table[["rows", "flags"]].tolist():
@@ -334,7 +333,7 @@ def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchR
         assert problems(run) == []
     assert compute_all(run) == 2
     for _ in range(3):
-        batch_commit.commit(run, record, FENCE)
+        ends.commit(run, record, FENCE)
         assert (ledger(run)["trained"], ledger(run)["in_flight"]) == (12, 0)
         assert problems(run) == []
     assert batch_record.read_records(run) == {}
@@ -373,7 +372,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(
     run, record = named
     apply(run, record, FENCE)
     compute_all(run)
-    monkeypatch.setattr(batch_commit, "COMMIT_SLICE", 1)
+    monkeypatch.setattr(ends, "COMMIT_SLICE", 1)
     call, calls, lives = Shard.call, list[str](), 0
 
     def checked(shard: Shard, script: str, *args: Any, **keys: Any) -> Any:
@@ -389,7 +388,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(
         calls.clear()
         lives += 1
         with suppress(InterruptedError):
-            batch_commit.commit(run, record, FENCE)
+            ends.commit(run, record, FENCE)
     assert lives > 2
     assert ledger(run)["trained"] == 12
     assert run.connection.scripts.hlen(run.home.keys.batches) == 0
@@ -400,7 +399,7 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
     taken = {pointer.group_id for pointer in record.groups}
     left = [g for shard in range(2) for g in read_log(run, shard, "0-0", 100) if g.group_id not in taken]
     for _ in range(2):
-        exclusion.drop(run, [(left[0], "stale"), (left[1], "trained")], FENCE, 0, None, ())
+        ends.drop(run, [(left[0], "stale"), (left[1], "trained")], FENCE, 0, None, ())
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
     assert problems(run) == []
 
@@ -434,19 +433,19 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
             owners.pop(group_id, None)
 
     def commit(record: BatchRecord) -> None:
-        batch_commit.commit(run, record, FENCE)
+        ends.commit(run, record, FENCE)
         applied.discard(record.id)
         leave_log([pointer.group_id for pointer in record.groups])
 
     def drop(_: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
-        exclusion.drop(run, [(group, "trained")], FENCE, 0, None, ())
+        ends.drop(run, [(group, "trained")], FENCE, 0, None, ())
         leave_log([group.group_id])
 
     def dead_letter(record: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
         batch = record.id if group.pointer in record.groups else ""
-        exclusion.dead_letter(run, group, Death("crashed", ""), batch, FENCE)
+        ends.dead_letter(run, group, Death("crashed", ""), batch, FENCE)
         if not batch or batch in applied:
             leave_log([group.group_id])
 
@@ -470,8 +469,8 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     for attempt in (
         lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), FENCE),
         lambda: apply(run, record, FENCE),
-        lambda: batch_commit.commit(run, record, FENCE),
-        lambda: exclusion.drop(run, [(logged[0], "stale")], FENCE, 0, None, ()),
+        lambda: ends.commit(run, record, FENCE),
+        lambda: ends.drop(run, [(logged[0], "stale")], FENCE, 0, None, ()),
     ):
         with pytest.raises(EpochFencedError, match="another trainer has taken over"):
             attempt()

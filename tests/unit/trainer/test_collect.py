@@ -10,7 +10,7 @@ import pytest
 import redis
 import torch
 
-from streamadv.batch.commit import read_results
+from streamadv.batch.ends import read_results
 from streamadv.batch.progress import NamedBatch
 from streamadv.batch.record import read_records, work_items
 from streamadv.errors import NoBatchError
