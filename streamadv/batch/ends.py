@@ -289,17 +289,18 @@ class DroppedGroups:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._sums: dict[str, tuple[int, int, int]] = {}  # groups, trajectories, trainable tokens
+        #: Groups, trajectories, trainable tokens; cleared once they were reported.
+        self.sums: dict[str, tuple[int, int, int]] = {}
         self.lines = SummedUp(logger, "groups_dropped", LOG_INTERVAL_S)
 
     def add(self, k: int, group: LoggedGroup, reason: str) -> None:
         """The group was dropped while batch k was named."""
         name = f"dropped/{reason}/{group.data_source or 'unknown'}"  # what its figures begin with
-        if name not in self._sums and len(self._sums) >= MAX_NAMES:
+        if name not in self.sums and len(self.sums) >= MAX_NAMES:
             name = f"dropped/{reason}/other"
-        groups, trajectories, tokens = self._sums.get(name, (0, 0, 0))
+        groups, trajectories, tokens = self.sums.get(name, (0, 0, 0))
         tokens += int(group.members.table["trainable"].sum())
-        self._sums[name] = groups + 1, trajectories + len(group.members), tokens
+        self.sums[name] = groups + 1, trajectories + len(group.members), tokens
         group_id, problem = group.group_id, group.problem
         why = f"{reason} ({problem})" if problem else reason + MEANING.get(reason, "")
         fields: dict[str, Any] = {"run": self._run, "role": "trainer", "batch": k, "group": group_id}
@@ -313,16 +314,12 @@ class DroppedGroups:
 
     def __len__(self) -> int:
         """Groups."""
-        return sum(groups for groups, _, _ in self._sums.values())
-
-    def clear(self) -> None:
-        """Begin anew, after the figures were reported."""
-        self._sums.clear()
+        return sum(groups for groups, _, _ in self.sums.values())
 
     def figures(self) -> dict[str, float]:
         """Groups, and mean length of their trajectories in trainable tokens, by reason and source."""
         figures: dict[str, float] = {}
-        for name, (groups, trajectories, tokens) in self._sums.items():
+        for name, (groups, trajectories, tokens) in self.sums.items():
             figures[f"{name}/groups"] = float(groups)
             if trajectories:
                 figures[f"{name}/response_length/mean"] = tokens / trajectories

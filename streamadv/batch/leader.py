@@ -38,7 +38,7 @@ class Candidates:
         """named: groups of the batches that the session began with, which are in the logs still."""
         self._run = run
         #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
-        self._named = set(map(_place, named))
+        self._named = {(each.shard, each.entry.encode(), each.group_id.encode()) for each in named}
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
         #: writes has older groups again, see "Going back in time" in docs/reference/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
@@ -71,17 +71,13 @@ class Candidates:
 
     def committed(self, groups: Iterable[Pointer]) -> None:
         """They are gone from the logs: a group that a server has lost may come again to the place that it had."""
-        self._named.difference_update(map(_place, groups))
+        self._named -= {(each.shard, each.entry.encode(), each.group_id.encode()) for each in groups}
 
     def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
         """Take groups off the list, which were seen on it: they were named, or dropped."""
         removed = {(group.shard, group.entry) for group in groups}
         for shard, candidates in self._groups.items():
             self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]
-
-
-def _place(pointer: Pointer) -> tuple[int, bytes, bytes]:
-    return pointer.shard, pointer.entry.encode(), pointer.group_id.encode()
 
 
 #: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
@@ -232,7 +228,7 @@ class Leader(Session):
         """The last batch that may be named at this version."""
         return self.progress.version + self.settings.prefetch
 
-    def waits_for_marks(self, k: int) -> Reason | None:
+    def waits_for(self, k: int) -> Reason | None:
         """Why batch k cannot be named before the training loop marks earlier ones as trained; None if it can."""
         if k <= self._last_nameable:
             return None
@@ -263,7 +259,7 @@ class Leader(Session):
         """
         progress = self.progress
         version = progress.version if record is None else record.k + 1
-        batch = None if record is None else self.progress.batches.get(record.k) or NamedBatch(record)
+        batch = None if record is None else progress.batches.get(record.k) or NamedBatch(record)
         trained = batch.living if batch is not None else ()
         coefficients = json.dumps(progress.kl) if progress.kl else ""
         commits = commits and version > progress.committed
@@ -275,9 +271,9 @@ class Leader(Session):
             if is_home and commits:
                 progress.commit(version)
         if batch is not None:
-            for group in batch.groups.values():
+            for group_id, group in batch.groups.items():
                 arguments = commit_arguments(group, batch.record.tokens_per_micro_batch)
-                batch.commit_arguments[group.group_id] = arguments
+                batch.commit_arguments[group_id] = arguments
             batch.groups.clear()
             self.published_version = version
 
@@ -289,8 +285,7 @@ class Leader(Session):
         committed = [k for k in sorted(self.progress.batches) if k < self.progress.committed]
         for k in committed:
             batch, since = self.progress.batches[k], tracing.now()
-            results = batch.results or ()
-            stored = (batch.commit_arguments, results, batch.figures)
+            stored = (batch.commit_arguments, batch.results or (), batch.figures)
             commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
             self.progress.note_deleted(batch.record)
             batch.record_spans(tracing.COMMIT, self.run.name, since)

@@ -224,9 +224,7 @@ class Progress:
             self.weights = f"{version} {uri}"
 
     def train(self, record: BatchRecord) -> None:
-        """The batch is in the weights."""
-        if record.k < self.version:
-            return
+        """The batch is in the weights: the first one that was not."""
         for pointer in self.batch(record).living:
             self.uncommitted[self._known_as(pointer.group_id)] = record.k
         self.running, self.knows_running = record.running, True

@@ -47,10 +47,10 @@ class Collector:
         self.cursors = dict.fromkeys(range(len(session.run.keys.shards)), "0-0")
         # Not delivered yet, by batch, in the order of the logs. `publish.lua` publishes one result of each work item:
         # foreign processes have written any others.
-        self._results: dict[str, list[Result]] = defaultdict(list)
+        self.results: dict[str, list[Result]] = defaultdict(list)
 
     def collect(self) -> Batch | None:
-        """The next batch, the same until `hand_out`. None while it is not named, or some of its results are missing.
+        """The next batch, the same until it is handed out. None while it is not named, or some results are missing.
 
         Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read:
         pass that to `exclude` and call again. Also LateColumnError and SettingError.
@@ -68,7 +68,9 @@ class Collector:
         computed = self._computed(record)
         if computed is None:
             return None
-        fetched = self.ahead.result() if self.ahead else None
+        if self.ahead:
+            self.ahead.thread.join()
+        fetched = self.ahead.fetched if self.ahead else None
         since = tracing.now()
         try:
             batch = deliver(session.run, computed, self._rank, self._late, fetched, session.progress.fence)
@@ -82,16 +84,6 @@ class Collector:
         tracing.record(tracing.DELIVER, session.run.name, ids, since, k=record.k, batch=record.id)
         self.ready = record, batch
         return batch
-
-    def hand_out(self) -> None:
-        """The training loop gets the batch that is ready."""
-        assert self.ready is not None
-        record, _ = self.ready
-        self.session.progress.deliver(record)
-        self.ready = None
-        self.session.dropped.clear()
-        self._results.pop(record.id, None)
-        self.stop()
 
     def exclude(self, error: UndecodableGroupError) -> bool:
         """Exclude what `collect` could not read from the next batch: its groups become dead letters.
@@ -146,7 +138,7 @@ class Collector:
                 return ComputedBatch(record, layout, BatchResults(results, layout), left_out)
             fields = self._log_fields("results_unusable", record)
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
-            self._results[record.id].remove(result)
+            self.results[record.id].remove(result)
         return None
 
     def _lay_out(self, record: BatchRecord, dead: Container[str]) -> Layout:
@@ -183,7 +175,7 @@ class Collector:
                     if batch is not None and batch.results is not None:
                         batch.results.append(stored_result(shard, entry_id, fields))
                     if batch is not None or not session.leads:
-                        self._results[result.batch].append(result)
+                        self.results[result.batch].append(result)
                     elif not BATCH_ID.fullmatch(result.batch):
                         raise WireError(f"batch {brief(result.batch)} is none of this run")
                     elif session.has_same_servers():
@@ -198,7 +190,7 @@ class Collector:
     def results_of(self, batch_id: str, items: Sequence[WorkItem]) -> list[Result] | None:
         """The first result of each work item of a batch; None while some have not been published."""
         first: dict[int, Result] = {}
-        for result in self._results[batch_id]:
+        for result in self.results[batch_id]:
             first.setdefault(result.header.unit, result)
         if any(item.number not in first for item in items):
             return None

@@ -2,7 +2,7 @@
 
 A thread reads the payloads of the next batch ahead while the trainer works on the current one. They are neither
 delivered nor counted. If the batch comes out differently (a group died, a server was replaced), its payloads are
-fetched when they are due. So are payloads that the thread could not read: `fetch` then meets the error itself.
+fetched when they are due. So are payloads that the thread could not read: `deliver` then meets the error itself.
 """
 
 from __future__ import annotations
@@ -153,12 +153,15 @@ class FetchedShare:
             # A sum of finite numbers is finite, or has overflowed: it takes a third of the time of looking at each.
             if column.is_floating_point() and bool(column.sum().isfinite()):
                 continue
-            if _problem(name, array) is None:
+            with suppress(ValueError):
+                check_values(name, array)
                 continue
             for member, (start, stop) in enumerate(pairwise(bounds.tolist())):
-                problem = _problem(name, array[start:stop])
-                if problem is not None and own.packet[member] not in self.missing:
-                    problems |= self._problems([member], problem)
+                try:
+                    check_values(name, array[start:stop])
+                except ValueError as error:
+                    if own.packet[member] not in self.missing:
+                        problems |= self._problems([member], f"column {name} {error}")
         masked = _disagreeing(own.members, self.columns["response_mask"], np.not_equal) if len(own) else ()
         read = [member for member in masked if own.packet[member] not in self.missing]
         text = "column response_mask has other numbers of ones than its packet says"
@@ -223,14 +226,6 @@ class FetchedShare:
         return {(group_id, index): f"rollout {index}: {text}" for group_id, index in identities}
 
 
-def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
-    """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
-    fetched = ahead if ahead is not None and ahead.share is share else FetchedShare(run, share, device)
-    if problems := fetched.read(run):
-        raise UndecodableGroupError(dict(sorted(problems.items())))
-    return fetched
-
-
 def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.device) -> dict[str, Tensor]:
     """The workers' results per token, [N] each on the host. Raises UndecodableGroupError."""
     own = share.own
@@ -248,8 +243,8 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.d
                 continue
             for member in np.flatnonzero(results.result[share.positions] == number).tolist():
                 group_id, index = own.identity(member)
-                text = f"output column {name} of rollout {index} has the wrong size or is missing"
-                problems[group_id, index] = text
+                problem = f"output column {name} of rollout {index} has the wrong size or is missing"
+                problems[group_id, index] = problem
     if "response_mask" in columns and not problems:
         mask = columns["response_mask"]
         strange = np.flatnonzero(mask.numpy() > 1)
@@ -272,23 +267,19 @@ class ReadAhead:
         self.batch = record.id
         self._run = run
         self.stopped = doors.Event()  # set: fetch no more; nobody waits for a server that does not answer
-        self._fetched: FetchedShare | None = None
-        self._thread = doors.Thread(
+        #: Whole once the thread has ended. What kept it from the rest, the caller meets itself.
+        self.fetched: FetchedShare | None = None
+        self.thread = doors.Thread(
             target=self._fetch, args=(layout, record, rank), name="streamadv-read-ahead", daemon=True
         )
-        self._thread.start()
-
-    def result(self) -> FetchedShare | None:
-        """Wait for the thread and return what it has fetched. What kept it from the rest, the caller meets itself."""
-        self._thread.join()
-        return self._fetched
+        self.thread.start()
 
     def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank) -> None:
         try:
             budget = record.tokens_per_micro_batch
             share = share_of(layout, budget, rank, keep_groups=record.keep_groups)
-            self._fetched = FetchedShare(self._run, share, rank.device)
-            self._fetched.read(self._run, MAX_BYTES, self.stopped)
+            self.fetched = FetchedShare(self._run, share, rank.device)
+            self.fetched.read(self._run, MAX_BYTES, self.stopped)
         except BaseException as error:
             fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
             logger.debug("not read ahead: %s: %s", type(error).__name__, error, extra=fields)
@@ -325,11 +316,3 @@ def _disagreeing(members: Members, mask: Tensor, disagree: np.ufunc) -> list[int
     owner = np.repeat(np.arange(len(members)), members.table["rows"])
     found: list[int] = np.unique(owner[is_wrong]).tolist()
     return found
-
-
-def _problem(name: str, array: Array) -> str | None:
-    try:
-        check_values(name, array)
-    except ValueError as error:
-        return f"column {name} {error}"
-    return None

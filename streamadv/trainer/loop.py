@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -10,9 +11,8 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from .. import clock, doors
-from ..batch.hold import NotHeldError
 from ..batch.leader import Leader
-from ..batch.session import Follower
+from ..batch.session import NotHeldError
 from ..errors import (
     BatchLostError,
     NoBatchError,
@@ -30,7 +30,7 @@ from ..units import counted
 from .collect import STAGE, Collector
 from .late_columns import LateColumn
 from .microbatch import Batch
-from .report import RunFigures, batch_figures, named, observe
+from .report import NOT_IN_NAMES, RunFigures, batch_figures, observe
 from .session import Sessions
 
 logger = logging.getLogger(__name__)
@@ -156,8 +156,9 @@ class Loop:
         max_groups: int | None,
         take_back: list[Callable[[], None]],
     ) -> Batch:
-        """Note that the training loop has the batch."""
+        """The training loop gets the batch that is ready."""
         before, ready = self._progress.delivered, collector.ready
+        assert ready is not None
 
         def undo() -> None:
             with self.lock:
@@ -166,7 +167,12 @@ class Loop:
 
         take_back.append(undo)
         self._reported = None
-        collector.hand_out()
+        record = ready[0]
+        self._progress.deliver(record)
+        collector.ready = None
+        collector.session.dropped.sums.clear()
+        collector.results.pop(record.id, None)
+        collector.stop()
         # Name and read ahead what comes after the one in hand. The next call repeats what fails here.
         with suppress(*RETRYABLE, NotHeldError):
             if isinstance(collector.session, Leader):
@@ -224,8 +230,10 @@ class Loop:
             figures |= self._run_figures.figures(self._watchdog.counters)
             trained = progress.version - progress.committed
             self._watchdog.look_at_commits(len(progress.batches), trained, progress.committed)
+        # Rewards near the limit of float64 overflow in a sum.
+        finite = {NOT_IN_NAMES.sub("_", name): float(x) for name, x in figures.items() if math.isfinite(x)}
         batch.metrics.clear()
-        batch.metrics.update(named(figures))
+        batch.metrics.update(finite)
         if self._watchdog is None:
             return
         observe(batch)
@@ -251,13 +259,21 @@ class Loop:
         Raises NoBatchError when the timeout is over, and the watchdog's errors where waiting cannot end.
         """
         session, timeout, run = collector.session, patience.timeout, self._sessions.run_name
-        patience.look(session)
+        if (
+            timeout
+        ):  # groups that came since the last look are progress, also those that rank 0 has dropped already
+            pipe: Any = session.run.connection.scripts.pipeline(transaction=False)
+            for keys in session.run.keys.shards:
+                pipe.xlen(keys.groups)
+            counts = [*pipe.execute(), len(session.dropped)]
+            if any(now > before for now, before in zip(counts, patience.counts, strict=False)):
+                patience.batch.progress()
+            patience.counts = counts
         self._sessions.news.clear()
-        unmarked = session.waits_for_marks(self._progress.delivered) if isinstance(session, Leader) else None
-        if unmarked:
-            patience.batch.because(unmarked)
-        elif isinstance(session, Follower):
-            patience.batch.because(session.waits_for(self._progress.delivered))
+        reason = session.waits_for(self._progress.delivered)
+        unmarked = reason if session.leads else None
+        if reason is not None:
+            patience.batch.because(reason)
         elif (
             timeout != 0 and self._watchdog is not None
         ):  # at least once in a call, however slow this machine is
@@ -292,19 +308,7 @@ class _Patience:
         self._outage = Outage(STAGE, run, sleep=pause)
         self.batch = Wait(Blocked(STAGE, "waiting for a batch", run), timeout=timeout)
         self._hold = Wait(Blocked(STAGE, "waiting for rank 0", run), cap=HOLD_CAP_S, sleep=pause)
-        self._counts: list[int] = []
-
-    def look(self, session: Leader | Follower) -> None:
-        """Take groups that came since the last look as progress, also those that rank 0 has dropped already."""
-        if not self.timeout:
-            return
-        pipe: Any = session.run.connection.scripts.pipeline(transaction=False)
-        for keys in session.run.keys.shards:
-            pipe.xlen(keys.groups)
-        counts = [*pipe.execute(), len(session.dropped)]
-        if any(now > before for now, before in zip(counts, self._counts, strict=False)):
-            self.batch.progress()
-        self._counts = counts
+        self.counts: list[int] = []  # of groups, as they were seen last
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

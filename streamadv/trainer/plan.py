@@ -106,8 +106,18 @@ def plan(
     for rank in range(world_size):
         members = np.flatnonzero(rank_of == rank)
         rows = spans(first_row, members)
-        blocks = None if group_of is None else np.repeat(group_of[members], np.diff(first_row)[members])
-        planned.append(_fill(rows, row_tokens[rows], budget, blocks))
+        tokens = row_tokens[rows]
+        if budget is None or int(tokens.sum()) <= budget:
+            planned.append([rows] if len(rows) else [])
+            continue
+        if group_of is None:
+            micro_batch_of = _first_fit(tokens, budget)
+        else:
+            micro_batch_of = _fit_groups(
+                tokens, budget, np.repeat(group_of[members], np.diff(first_row)[members])
+            )
+        order = np.argsort(micro_batch_of, kind="stable")
+        planned.append(np.split(rows[order], np.flatnonzero(np.diff(micro_batch_of[order])) + 1))
     count = max(map(len, planned), default=0)
     no_rows = np.zeros(0, np.int64)
     return [micro_batches + [no_rows] * (count - len(micro_batches)) for micro_batches in planned]
@@ -157,21 +167,8 @@ def _even_out(rank_of: Positions, tokens: Positions, world_size: int) -> None:
         loads[emptiest] += tokens[moved]
 
 
-def _fill(
-    rows: Positions, tokens: Positions, budget: int | None, group_of: Positions | None
-) -> list[Positions]:
-    """Micro-batches of one rank, which has these rows with so many tokens each. group_of: of each row, ascending."""
-    if not len(rows):
-        return []
-    if budget is None or int(tokens.sum()) <= budget:
-        return [rows]
-    micro_batch_of = _first_fit(tokens, budget) if group_of is None else _fit_groups(tokens, budget, group_of)
-    order = np.argsort(micro_batch_of, kind="stable")
-    return np.split(rows[order], np.flatnonzero(np.diff(micro_batch_of[order])) + 1)
-
-
 def _fit_groups(tokens: Positions, budget: int, group_of: Positions) -> Positions:
-    """[R]: the micro-batch of each row. A group is one block, or as many as it needs."""
+    """[R]: the micro-batch of each row. group_of: of each, ascending. A group is one block, or as many as it needs."""
     first = np.flatnonzero(np.diff(group_of, prepend=-1))
     block_of = np.zeros(len(tokens), np.int64)
     block = 0

@@ -144,7 +144,7 @@ def test_groups_of_one_millisecond_stay_in_the_order_of_the_log() -> None:
 def test_why_a_group_is_not_trained_on(
     given: dict[str, Any], changes: dict[str, Any], reason: str | None
 ) -> None:
-    found = selection.reason_against(group(0, **changes), 10, *rules(**given))
+    found, _ = selection.reason_against(group(0, **changes), 10, *rules(**given))
     assert found == reason
 
 
