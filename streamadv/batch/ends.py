@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -31,7 +32,7 @@ from .record import BatchRecord, Death
 logger = logging.getLogger(__name__)
 
 COMMIT_SLICE: Final = 64  # packets deleted in one call
-SIZE_DIGITS: Final = 15  # of a size in bytes: scripts count exactly up to 2^53
+SIZE: Final = re.compile(rb"[0-9]{1,15}")  # in bytes: scripts count exactly up to 2^53
 
 
 def is_oversize(members: Members, tokens_per_micro_batch: int | None) -> NDArray[np.bool_]:
@@ -148,7 +149,7 @@ def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> 
     """An entry of a shard's results log, whatever it holds."""
     keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
     output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
-    if output.startswith(keys.output("").encode()) and is_size(size):
+    if output.startswith(keys.output("").encode()) and SIZE.fullmatch(size):
         header, kept = fields.get(b"header", b""), list[str]()
         if b'"kept"' in header:
             with suppress(ValueError, AttributeError):
@@ -156,11 +157,6 @@ def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> 
         return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size), kept)
     # No output, or no results: the rank that reads it removes it.
     return StoredResult(shard.index, batch, entry, keys.void, 0)
-
-
-def is_size(text: bytes) -> bool:
-    """Whether this is a number of bytes that scripts can count."""
-    return text.isdigit() and len(text) <= SIZE_DIGITS
 
 
 def results_of(

@@ -50,10 +50,42 @@ class Collector:
         self.results: dict[str, list[Result]] = defaultdict(list)
 
     def collect(self) -> Batch | None:
-        """The next batch, the same until it is handed out. None while it is not named, or some results are missing.
+        """The next batch without its unreadable groups, the same until it is handed out; None if there is none yet.
 
-        Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read:
-        pass that to `exclude` and call again. Also LateColumnError and SettingError.
+        The one place that decides what a missing or unreadable group means. Raises BatchLostError, LateColumnError and
+        SettingError.
+        """
+        session, run = self.session, self.session.run
+        while True:
+            try:
+                return self._deliver()
+            except (BatchLostError, UndecodableGroupError) as error:
+                # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
+                # in docs/reference/guarantees.md: nothing may be dead-lettered for it.
+                if not session.has_same_servers():
+                    return None
+                if isinstance(error, BatchLostError):
+                    raise
+                problems, text = error.problems, str(error)
+            record = session.find(session.progress.delivered)
+            if record is None:  # it was lost or committed meanwhile
+                return None
+            logger.error("%s: %s", STAGE, text, extra=self._log_fields("group_unreadable", record))
+            if self._rank.world_size > 1:  # only its trajectories, because the other ranks keep to their plan
+                if not leave_out(run, record, problems, session.progress.fence):
+                    return None
+                continue
+            deaths: dict[str, Death] = {}
+            for (group_id, _), problem in problems.items():
+                deaths.setdefault(group_id, Death("undecodable", problem))
+            failed, now = dict.fromkeys(deaths, "dead: undecodable"), tracing.now()
+            tracing.record(tracing.DELIVER, run.name, deaths, now, k=record.k, failed=failed)
+            session.dead_letter(record, deaths)
+
+    def _deliver(self) -> Batch | None:
+        """The next batch; None while it is not named, or some of its results are missing.
+
+        Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read.
         """
         session = self.session
         record = session.find(session.progress.delivered)
@@ -84,27 +116,6 @@ class Collector:
         tracing.record(tracing.DELIVER, session.run.name, ids, since, k=record.k, batch=record.id)
         self.ready = record, batch
         return batch
-
-    def exclude(self, error: UndecodableGroupError) -> bool:
-        """Exclude what `collect` could not read from the next batch: its groups become dead letters.
-
-        A rank among several only leaves out its trajectories, because the other ranks keep to their plan. False if the
-        batch was lost or committed meanwhile.
-        """
-        session = self.session
-        record = session.find(session.progress.delivered)
-        if record is None:
-            return False
-        logger.error("%s: %s", STAGE, error, extra=self._log_fields("group_unreadable", record))
-        if self._rank.world_size > 1:
-            return leave_out(session.run, record, error.problems, session.progress.fence)
-        deaths: dict[str, Death] = {}
-        for (group_id, _), text in error.problems.items():
-            deaths.setdefault(group_id, Death("undecodable", text))
-        failed, now = dict.fromkeys(deaths, "dead: undecodable"), tracing.now()
-        tracing.record(tracing.DELIVER, session.run.name, deaths, now, k=record.k, failed=failed)
-        session.dead_letter(record, deaths)
-        return True
 
     def read_ahead(self, record: BatchRecord | None) -> None:
         """Have a batch's payloads fetched while something is waited for. `collect` meets errors again."""

@@ -163,9 +163,9 @@ class FetchedShare:
                     if own.packet[member] not in self.missing:
                         problems |= self._problems([member], f"column {name} {error}")
         masked = _disagreeing(own.members, self.columns["response_mask"], np.not_equal) if len(own) else ()
-        read = [member for member in masked if own.packet[member] not in self.missing]
-        text = "column response_mask has other numbers of ones than its packet says"
-        problems = self._problems(read, text) | problems
+        if read := [member for member in masked if own.packet[member] not in self.missing]:
+            text = "column response_mask has other numbers of ones than its packet says"
+            problems = self._problems(read, text) | problems
         self._is_right = not problems and not self.missing
         return problems
 

@@ -13,13 +13,7 @@ from redis.exceptions import ResponseError
 from .. import clock, doors
 from ..batch.leader import Leader
 from ..batch.session import NotHeldError
-from ..errors import (
-    BatchLostError,
-    NoBatchError,
-    ServerUnreachableError,
-    StarvedError,
-    UndecodableGroupError,
-)
+from ..errors import NoBatchError, ServerUnreachableError, StarvedError
 from ..messages import log_fields
 from ..status.causes import why_nothing_was_kept
 from ..status.watchdog import Limits, Watchdog, why_no_batch
@@ -134,7 +128,7 @@ class Loop:
         ended = session.find(k) is None and session.has_all(k)
         if (ended and leader is not None and leader.name_ahead(True, max_groups)) or is_new:
             patience.batch.progress()
-        batch = self._collect(collector)
+        batch = collector.collect()
         is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(k) is None
         # Asked once more: naming may have dropped groups of prompts, which are to be played again.
         if batch is None and is_last and session.has_ended(k):
@@ -180,24 +174,6 @@ class Loop:
             collector.read_ahead(collector.session.find(self._progress.delivered))
         self._sessions.in_hand = batch if self._sessions.marks_itself else None
         return batch
-
-    def _collect(self, collector: Collector) -> Batch | None:
-        """The next batch without its unreadable groups; None if there is none yet.
-
-        The one place that decides what a missing or unreadable group means. Raises BatchLostError.
-        """
-        while True:
-            try:
-                return collector.collect()
-            except (BatchLostError, UndecodableGroupError) as error:
-                # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
-                # in docs/reference/guarantees.md: nothing may be dead-lettered for it.
-                if not collector.session.has_same_servers():
-                    return None
-                if isinstance(error, BatchLostError):
-                    raise
-                if not collector.exclude(error):
-                    return None
 
     def _end_without_batch(self, lost: str | None, prompts_left: int) -> None:
         """lost: what became of all that was pushed. Raises StarvedError if that is why the run was never trained."""

@@ -40,24 +40,24 @@ class Columns:
         return name in self.columns
 
 
+@dataclass(eq=False)
 class References:
     """References of the members of a layout, or of those at `positions`, which may repeat. Made at the first look."""
 
-    def __init__(self, layout: Layout, positions: Positions | None = None) -> None:
-        self._layout = layout
-        self._positions = positions
+    layout: Layout
+    positions: Positions | None = None
 
     def __iter__(self) -> Iterator[Reference]:
         return iter(self._made)
 
     @cached_property
     def _made(self) -> list[Reference]:
-        layout = self._layout
+        layout = self.layout
         groups = [(group.group_id, group.data_source) for group in layout.groups]
         references = references_of(layout.members, [groups[number] for number in layout.group.tolist()])
-        if self._positions is None:
+        if self.positions is None:
             return references
-        return [references[position] for position in self._positions.tolist()]
+        return [references[position] for position in self.positions.tolist()]
 
 
 class PromptResponse(Columns):

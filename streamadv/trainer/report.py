@@ -44,7 +44,9 @@ def batch_figures(batch: Batch, wait_s: float, step_s: float | None) -> dict[str
         return figures
     table = members.table
     observed = table["tokens"] - table["trainable"]
-    queued_s = np.maximum(0, doors.wall() - _logged_s(batch.layout)[np.unique(batch.layout.group)])
+    # When each group was complete, by the server's clock.
+    logged_ms = np.array([group.logged_ms for group in batch.layout.groups], np.float64)
+    queued_s = np.maximum(0, doors.wall() - logged_ms[np.unique(batch.layout.group)] / 1000)
     figures |= {
         "timing_s/in_queue/mean": float(queued_s.mean()),
         "timing_s/in_queue/max": float(queued_s.max()),
@@ -163,6 +165,7 @@ def observe(batch: Batch) -> None:
     members = batch.layout.members
     staleness = members.staleness(batch.version)  # NaN without a version
     in_flight = np.where(np.isnan(staleness), np.nan, members.table["newest"] - members.table["oldest"])
+    logged_ms = np.array([group.logged_ms for group in batch.layout.groups], np.float64)
     metrics.training_metrics(batch.metrics, batch.metric_weights)
     metrics.batch_delivered(
         version=batch.version,
@@ -170,13 +173,8 @@ def observe(batch: Batch) -> None:
         in_flight_lag=in_flight,
         in_queue_lag=np.maximum(0, staleness - in_flight),
         num_tokens=batch.num_tokens,
-        e2e_s=doors.wall() - _logged_s(batch.layout)[batch.layout.group],
+        e2e_s=doors.wall() - logged_ms[batch.layout.group] / 1000,
     )
-
-
-def _logged_s(layout: Layout) -> NDArray[np.float64]:
-    """[G]: when each group was complete, by the server's clock."""
-    return np.array([group.logged_ms for group in layout.groups], np.float64) / 1000
 
 
 def _summary(name: str, values: Values) -> dict[str, float]:
