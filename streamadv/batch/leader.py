@@ -38,7 +38,7 @@ class Candidates:
         """named: groups of the batches that the session began with, which are in the logs still."""
         self._run = run
         #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
-        self._named = {(each.shard, each.entry.encode(), each.group_id.encode()) for each in named}
+        self.named = {(each.shard, each.entry.encode(), each.group_id.encode()) for each in named}
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
         #: writes has older groups again, see "Going back in time" in docs/reference/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
@@ -58,7 +58,7 @@ class Candidates:
             while (missing := limit - len(groups)) > 0:
                 page = read_entries(self._run, shard, self.cursors[shard], missing)
                 cursor = page[-1][1].decode() if page else self.cursors[shard]
-                new = [entry for entry in page if (*entry[:2], entry[2].get(b"group_id")) not in self._named]
+                new = [entry for entry in page if (*entry[:2], entry[2].get(b"group_id")) not in self.named]
                 parsed = parse_groups(self._run.keys, new)
                 groups += parsed  # with the cursor at once: an interrupt before it loses nothing
                 self.cursors[shard] = cursor
@@ -68,10 +68,6 @@ class Candidates:
             else:
                 has_more = True
         return has_more
-
-    def committed(self, groups: Iterable[Pointer]) -> None:
-        """They are gone from the logs: a group that a server has lost may come again to the place that it had."""
-        self._named -= {(each.shard, each.entry.encode(), each.group_id.encode()) for each in groups}
 
     def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
         """Take groups off the list, which were seen on it: they were named, or dropped."""
@@ -289,7 +285,11 @@ class Leader(Session):
             commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
             self.progress.note_deleted(batch.record)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
-            self._candidates.committed(batch.record.groups)
+            # Gone from the logs: a group that a server has lost may come again to the place that it had.
+            places = {
+                (each.shard, each.entry.encode(), each.group_id.encode()) for each in batch.record.groups
+            }
+            self._candidates.named -= places
             del self.progress.batches[k]
             if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):
                 self.prompts.carry()

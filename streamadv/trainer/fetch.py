@@ -24,7 +24,6 @@ from ..advantage.results import BatchResults
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import UndecodableGroupError, WireError
-from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
@@ -102,8 +101,8 @@ class FetchedShare:
 
         max_bytes: of all of them together. stop: reads no more when it is set.
         """
-        stop = stop or doors.Event()
-        packets = [self.share.own.packets[number] for number in self.missing]
+        own, stop = self.share.own, stop or doors.Event()
+        packets = [own.packets[number] for number in self.missing]
         sizes = accumulate(packet.size for packet in packets)
         packets = packets[: sum(size <= max_bytes for size in sizes)]
         read, problems = set[int](), Problems()
@@ -116,31 +115,24 @@ class FetchedShare:
                     self._take(run, number, reply)
                     read.add(number)
                 except WireError as error:
-                    problems |= self._problems(np.flatnonzero(self.share.own.packet == number), str(error))
+                    problems |= self._problems(np.flatnonzero(own.packet == number), str(error))
                 if stop.is_set():
                     break
         self.missing = [number for number in self.missing if number not in read]
-        if not self.missing and not stop.is_set():
-            problems |= self._read_columns_of_groups(run, max_bytes)
-        return problems | self._check()
-
-    def _read_columns_of_groups(self, run: Run, max_bytes: float) -> Problems:
-        """Read what is yet to be read, unless that is more than `max_bytes`."""
-        own, problems = self.share.own, Problems()
         due = [
             (number, columns)
             for number in np.unique(own.group).tolist()
             if number not in self.of_groups and (columns := own.groups[number].columns) is not None
         ]
-        if sum(columns.size for _, columns in due) > max_bytes:
-            return problems
-        replies = fetch_replies(run, [columns for _, columns in due])
-        for (number, columns), reply in zip(due, replies, strict=True):
-            try:
-                self.of_groups[number] = decode_own(run, columns.names, reply)
-            except WireError as error:
-                problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
-        return problems
+        if not self.missing and not stop.is_set() and sum(columns.size for _, columns in due) <= max_bytes:
+            replies = fetch_replies(run, [columns for _, columns in due])
+            for (number, columns), reply in zip(due, replies, strict=True):
+                try:
+                    self.of_groups[number] = decode_own(run, columns.names, reply)
+                except WireError as error:
+                    members = np.flatnonzero(own.group == number)
+                    problems |= self._problems(members, f"group's columns: {error}")
+        return problems | self._check()
 
     def _check(self) -> Problems:
         """Check the values of what was read: which trajectories have wrong ones. Looks at each value once."""
@@ -176,7 +168,8 @@ class FetchedShare:
         found = {}
         for name in sorted(self.optional):
             packets_with = np.array([name in each.columns for each in own.packets], np.bool_)
-            groups_with = np.array([name in _names_of(each) for each in own.groups], np.bool_)
+            shared = [each.columns for each in own.groups]
+            groups_with = np.array([each is not None and name in each.names for each in shared], np.bool_)
             found[name] = torch.from_numpy(packets_with[packet] | groups_with[group])
         return found
 
@@ -290,10 +283,11 @@ def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
     trained = share.trained
     numbers, first = np.unique(trained.packet, return_index=True)
     pairs = zip(numbers.tolist(), trained.group[first].tolist(), strict=True)
+    of_groups = [each.columns.names if each.columns is not None else () for each in trained.groups]
     names = [
         {*columns, *of_group}
         for columns, of_group in {
-            (trained.packets[number].columns, _names_of(trained.groups[group])) for number, group in pairs
+            (trained.packets[number].columns, of_groups[group]) for number, group in pairs
         }
     ]
     know_columns(run, names)
@@ -302,10 +296,6 @@ def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
         with suppress(WireError):  # each packet with such a column will be refused
             kinds[name] = column_kind(name, run.manifest.columns)
     return kinds, set.intersection(*names) if names else set()
-
-
-def _names_of(group: LoggedGroup) -> tuple[str, ...]:
-    return group.columns.names if group.columns is not None else ()
 
 
 def _disagreeing(members: Members, mask: Tensor, disagree: np.ufunc) -> list[int]:

@@ -99,9 +99,10 @@ def plan(
         raise ValueError(f"row {row} has {int(row_tokens[row])} tokens, budget {budget}")
     row_tokens = row_tokens.astype(np.int64)
     sums = offsets(row_tokens)[first_row]
-    rank_of = _ranks_of(
-        np.diff(sums), packet_of if group_of is None else group_of, world_size, group_of is not None
-    )
+    rank_of = np.zeros(len(packet_of), np.int64)
+    if world_size > 1 and len(packet_of):
+        units = packet_of if group_of is None else group_of
+        rank_of = _ranks_of(np.diff(sums), units, world_size, group_of is not None)
     planned = []
     for rank in range(world_size):
         members = np.flatnonzero(rank_of == rank)
@@ -125,9 +126,6 @@ def plan(
 
 def _ranks_of(tokens: Positions, unit_of: Positions, world_size: int, keep_units: bool) -> Positions:
     """[M]: the rank of each trajectory. unit_of: [M], what is given to a rank whole, at first or for good."""
-    rank_of = np.zeros(len(tokens), np.int64)
-    if world_size == 1 or not len(tokens):
-        return rank_of
     units, unit_of = np.unique(unit_of, return_inverse=True)
     sizes = np.zeros(len(units), np.int64)
     np.add.at(sizes, unit_of, tokens)
