@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
-from .. import clock, metrics, tracing
+from .. import clock, doors, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entries
 from ..prompts.spec import PREFIX, identity
 from ..run import Run
@@ -24,7 +24,7 @@ from .ends import commit, commit_arguments, drop, warn_of_oversize
 from .progress import NamedBatch
 from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, apply, name_batch, read_records
-from .selection import choose, coefficient_of, make_record, running_with
+from .selection import choose, coefficient_of, running_with
 from .session import Session
 
 
@@ -167,10 +167,12 @@ class Leader(Session):
         if len(groups) < needed:
             return False
         running = self.progress.running_named
-        record = make_record(
-            k,
-            self.progress.epoch,
-            groups,
+        record = BatchRecord(
+            k=k,
+            id=f"{k}-{doors.random_bytes(6).hex()}",
+            epoch=self.progress.epoch,
+            # Sorted by id, so that nothing depends on the order of arrival.
+            groups=[group.pointer for group in sorted(groups, key=attrgetter("group_id"))],
             chain=dict(settings.chain),
             late=list(settings.late),
             tokens_per_micro_batch=settings.tokens_per_micro_batch,

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
-from .. import doors
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.rewards import raw_rewards
 from ..algorithms.chain.sources import split_by_source
@@ -28,7 +27,7 @@ from ..grouping.layout import Layout
 from ..messages import brief
 from ..prompts.spec import identity, is_number
 from .progress import Progress
-from .record import BatchRecord, NamingSettings, Running
+from .record import NamingSettings, Running
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
@@ -127,18 +126,6 @@ def share_out(
     others = [position for position in range(len(fit)) if position not in chosen]
     chosen.update(others[: batch_groups - len(chosen)])
     return [fit[position] for position in sorted(chosen)]
-
-
-def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
-    """The record of batch k. Groups are sorted by id, so that nothing depends on the order of arrival."""
-    ordered = sorted(groups, key=attrgetter("group_id"))
-    return BatchRecord(
-        k=k,
-        id=f"{k}-{doors.random_bytes(6).hex()}",
-        epoch=epoch,
-        groups=[group.pointer for group in ordered],
-        **decided,
-    )
 
 
 # What batches hand on

@@ -306,6 +306,11 @@ def test_a_record_whose_groups_have_no_tokens_is_read() -> None:
     assert BatchRecord.model_validate_json(text).groups == [Pointer(0, "1-0", "g", 8, 0)]
 
 
+def record_of(k: int, epoch: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
+    pointers = [each.pointer for each in sorted(groups, key=lambda each: each.group_id)]
+    return BatchRecord(k=k, id=f"{k}-{random.randbytes(6).hex()}", epoch=epoch, groups=pointers, chain=CHAIN)
+
+
 @pytest.fixture
 def named(fake: Connection) -> tuple[Run, BatchRecord]:
     """A run of two shards with batch 0 named and epoch 1 taken."""
@@ -313,14 +318,14 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     group_all(run)
     run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0", 1])
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
-    record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
+    record = record_of(0, 1, sorted(logged, key=lambda each: each.group_id)[:6])
     assert batch_record.name_batch(run, record, FENCE)
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batch_record.name_batch(run, selection.make_record(0, 1, [], chain=CHAIN), FENCE)
+    assert not batch_record.name_batch(run, record_of(0, 1, []), FENCE)
     assert batch_record.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
@@ -409,9 +414,7 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
     """Data loss may leave a shard with batches nobody knows, whose groups are named again, dropped, or committed."""
     run, draw = named[0], random.Random(seed)
     logged = {group.group_id: group for shard in range(2) for group in read_log(run, shard, "0-0", 100)}
-    records = [
-        selection.make_record(k, 1, draw.sample(list(logged.values()), 5), chain=CHAIN) for k in range(4)
-    ]
+    records = [record_of(k, 1, draw.sample(list(logged.values()), 5)) for k in range(4)]
     owners: dict[str, str] = {}
     applied: set[str] = set()
 
@@ -467,7 +470,7 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     before = ledger(run)
     logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), FENCE),
+        lambda: batch_record.name_batch(run, record_of(1, 1, []), FENCE),
         lambda: apply(run, record, FENCE),
         lambda: ends.commit(run, record, FENCE),
         lambda: ends.drop(run, [(logged[0], "stale")], FENCE, 0, None, ()),
@@ -486,7 +489,7 @@ def test_another_session_of_the_same_epoch_changes_nothing(named: tuple[Run, Bat
     scripts, other = run.connection.scripts, "1 1-ba9876543210"
     before = {key: scripts.dump(key) for key in scripts.scan_iter()}
     for attempt in (
-        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), other),
+        lambda: batch_record.name_batch(run, record_of(1, 1, []), other),
         lambda: apply(run, record, other),
         lambda: run.home.call("set_trainer", [other, 5, "", 1, "", "", "1", "0"]),
     ):
