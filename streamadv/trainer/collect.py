@@ -89,10 +89,8 @@ class Collector:
         """
         session = self.session
         record = session.find(session.progress.delivered)
-        if self.ready is not None and record in (
-            None,
-            self.ready[0],
-        ):  # rank 0 may have committed it meanwhile
+        # None: rank 0 may have committed it meanwhile.
+        if self.ready is not None and record in (None, self.ready[0]):
             return self.ready[1]
         if record is None:
             return None

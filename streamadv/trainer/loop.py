@@ -235,9 +235,8 @@ class Loop:
         Raises NoBatchError when the timeout is over, and the watchdog's errors where waiting cannot end.
         """
         session, timeout, run = collector.session, patience.timeout, self._sessions.run_name
-        if (
-            timeout
-        ):  # groups that came since the last look are progress, also those that rank 0 has dropped already
+        # Groups that came since the last look are progress, also those that rank 0 has dropped already.
+        if timeout:
             pipe: Any = session.run.connection.scripts.pipeline(transaction=False)
             for keys in session.run.keys.shards:
                 pipe.xlen(keys.groups)
@@ -250,10 +249,8 @@ class Loop:
         unmarked = reason if session.leads else None
         if reason is not None:
             patience.batch.because(reason)
-        elif (
-            timeout != 0 and self._watchdog is not None
-        ):  # at least once in a call, however slow this machine is
-            self._watchdog.look()
+        elif timeout != 0 and self._watchdog is not None:
+            self._watchdog.look()  # at least once in a call, however slow this machine is
         if patience.batch.expired:
             why = unmarked.line(run) if unmarked else why_no_batch(session.run, self._limits)
             raise NoBatchError(
