@@ -25,7 +25,7 @@ from streamadv.advantage.compute import compute_safely
 from streamadv.advantage.prepare import prepare
 from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.device import choose_device
-from streamadv.batch.hold import read_hold
+from streamadv.batch.session import read_hold
 from streamadv.errors import NoBatchError
 from streamadv.grouping import grouper, housekeeping
 from streamadv.grouping.grouper import run_grouper

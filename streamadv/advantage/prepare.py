@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from .. import tracing
 from ..algorithms.chain import cut_chain
-from ..batch.exclusion import read_exclusions
+from ..batch.ends import read_exclusions
 from ..batch.record import Death, WorkItem, find_record, read_records, work_items
 from ..errors import BatchLostError, SettingError, WireError
 from ..grouping.groups_log import LoggedGroup, Pointer, read_groups

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..algorithms.chain_metrics import merge_metrics
 from ..algorithms.packed import Level
-from ..batch.commit import is_size
+from ..batch.ends import SIZE
 from ..batch.record import Death, WorkItem
 from ..errors import ArgumentError, WireError
 from ..grouping.layout import Layout, Piece, pieces
@@ -89,7 +89,7 @@ def parse_result(keys: ShardKeys, fields: Mapping[bytes, bytes]) -> Result:
         batch, output = fields[b"batch"].decode(), fields[b"output"].decode()
     except ValueError as error:
         raise WireError(f"header: {first_problem(error)}") from error
-    if not is_size(fields[b"output_bytes"]):
+    if not SIZE.fullmatch(fields[b"output_bytes"]):
         raise WireError(f"output_bytes is {brief(fields[b'output_bytes'])}, needs a number of bytes")
     if not output.startswith(keys.output("")) and (output or header.columns):
         raise WireError(f"output is {brief(output)}, needs the key of an output")

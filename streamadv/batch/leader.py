@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Final
 
-from .. import clock, metrics, tracing
+from .. import clock, doors, metrics, tracing
 from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entries
 from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
 from ..store.reasons import Reason
-from .commit import commit, commit_arguments
-from .exclusion import drop, warn_of_oversize
+from .ends import commit, commit_arguments, drop, warn_of_oversize
 from .progress import NamedBatch
 from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, apply, name_batch, read_records
-from .selection import choose, coefficient_of, make_record, running_with
+from .selection import choose, coefficient_of, running_with
 from .session import Session
 
 
@@ -39,7 +38,7 @@ class Candidates:
         """named: groups of the batches that the session began with, which are in the logs still."""
         self._run = run
         #: With their ids: a server whose clock was set back, and that has lost entries, gives their places to others.
-        self._named = set(map(_place, named))
+        self.named = {(each.shard, each.entry.encode(), each.group_id.encode()) for each in named}
         #: Last entry read of each shard's groups log. Every session reads from the start: a shard that lost recent
         #: writes has older groups again, see "Going back in time" in docs/reference/guarantees.md.
         self.cursors = dict.fromkeys(range(len(run.keys.salts)), "0-0")
@@ -59,7 +58,7 @@ class Candidates:
             while (missing := limit - len(groups)) > 0:
                 page = read_entries(self._run, shard, self.cursors[shard], missing)
                 cursor = page[-1][1].decode() if page else self.cursors[shard]
-                new = [entry for entry in page if (*entry[:2], entry[2].get(b"group_id")) not in self._named]
+                new = [entry for entry in page if (*entry[:2], entry[2].get(b"group_id")) not in self.named]
                 parsed = parse_groups(self._run.keys, new)
                 groups += parsed  # with the cursor at once: an interrupt before it loses nothing
                 self.cursors[shard] = cursor
@@ -70,19 +69,11 @@ class Candidates:
                 has_more = True
         return has_more
 
-    def committed(self, groups: Iterable[Pointer]) -> None:
-        """They are gone from the logs: a group that a server has lost may come again to the place that it had."""
-        self._named.difference_update(map(_place, groups))
-
     def remove(self, groups: Collection[LoggedGroup] | Collection[Pointer]) -> None:
         """Take groups off the list, which were seen on it: they were named, or dropped."""
         removed = {(group.shard, group.entry) for group in groups}
         for shard, candidates in self._groups.items():
             self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]
-
-
-def _place(pointer: Pointer) -> tuple[int, bytes, bytes]:
-    return pointer.shard, pointer.entry.encode(), pointer.group_id.encode()
 
 
 #: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
@@ -178,10 +169,12 @@ class Leader(Session):
         if len(groups) < needed:
             return False
         running = self.progress.running_named
-        record = make_record(
-            k,
-            self.progress.epoch,
-            groups,
+        record = BatchRecord(
+            k=k,
+            id=f"{k}-{doors.random_bytes(6).hex()}",
+            epoch=self.progress.epoch,
+            # Sorted by id, so that nothing depends on the order of arrival.
+            groups=[group.pointer for group in sorted(groups, key=attrgetter("group_id"))],
             chain=dict(settings.chain),
             late=list(settings.late),
             tokens_per_micro_batch=settings.tokens_per_micro_batch,
@@ -235,7 +228,7 @@ class Leader(Session):
         """The last batch that may be named at this version."""
         return self.progress.version + self.settings.prefetch
 
-    def waits_for_marks(self, k: int) -> Reason | None:
+    def waits_for(self, k: int) -> Reason | None:
         """Why batch k cannot be named before the training loop marks earlier ones as trained; None if it can."""
         if k <= self._last_nameable:
             return None
@@ -266,7 +259,7 @@ class Leader(Session):
         """
         progress = self.progress
         version = progress.version if record is None else record.k + 1
-        batch = None if record is None else self.progress.batches.get(record.k) or NamedBatch(record)
+        batch = None if record is None else progress.batches.get(record.k) or NamedBatch(record)
         trained = batch.living if batch is not None else ()
         coefficients = json.dumps(progress.kl) if progress.kl else ""
         commits = commits and version > progress.committed
@@ -278,9 +271,9 @@ class Leader(Session):
             if is_home and commits:
                 progress.commit(version)
         if batch is not None:
-            for group in batch.groups.values():
+            for group_id, group in batch.groups.items():
                 arguments = commit_arguments(group, batch.record.tokens_per_micro_batch)
-                batch.commit_arguments[group.group_id] = arguments
+                batch.commit_arguments[group_id] = arguments
             batch.groups.clear()
             self.published_version = version
 
@@ -292,12 +285,15 @@ class Leader(Session):
         committed = [k for k in sorted(self.progress.batches) if k < self.progress.committed]
         for k in committed:
             batch, since = self.progress.batches[k], tracing.now()
-            results = batch.results or ()
-            stored = (batch.commit_arguments, results, batch.figures)
+            stored = (batch.commit_arguments, batch.results or (), batch.figures)
             commit(self.run, batch.record, self.progress.fence, *stored, self.prompts.note_ended)
             self.progress.note_deleted(batch.record)
             batch.record_spans(tracing.COMMIT, self.run.name, since)
-            self._candidates.committed(batch.record.groups)
+            # Gone from the logs: a group that a server has lost may come again to the place that it had.
+            places = {
+                (each.shard, each.entry.encode(), each.group_id.encode()) for each in batch.record.groups
+            }
+            self._candidates.named -= places
             del self.progress.batches[k]
             if any(group.group_id.startswith(PREFIX) for group in batch.record.groups):
                 self.prompts.carry()

@@ -12,7 +12,7 @@ from ..errors import SettingError
 from ..grouping.groups_log import LoggedGroup, Pointer
 from ..messages import brief
 from ..prompts.spec import identity
-from .commit import CommitArguments, StoredResult
+from .ends import CommitArguments, StoredResult
 from .record import BatchRecord, Death, Running
 
 
@@ -226,9 +226,7 @@ class Progress:
             self.weights = f"{version} {uri}"
 
     def train(self, record: BatchRecord) -> None:
-        """The batch is in the weights."""
-        if record.k < self.version:
-            return
+        """The batch is in the weights: the first one that was not."""
         for pointer in self.batch(record).living:
             self.uncommitted[self._known_as(pointer.group_id)] = record.k
         self.running, self.knows_running = record.running, True

@@ -8,6 +8,7 @@ follow in the shards (`apply`) are idempotent by the batch's id and repeated unt
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -112,8 +113,7 @@ def read_records(run: Run, leads: bool = False) -> dict[int, BatchRecord]:
     records = {}
     for k, text in sorted(stored.items()):
         try:
-            record = _parse_record(run, k, text)
-            records[record.k] = record
+            records[int(k)] = _parse_record(run, k, text)
         except WireError as error:
             if leads:
                 reject(run.home, run.home.keys.batches, k, str(error), {b"record": text})
@@ -185,7 +185,16 @@ def work_items(record: BatchRecord) -> list[WorkItem]:
         if chain.scope == "batch":
             parts.append((shard, record.groups))
         else:
-            parts += [(shard, part) for part in _parts(record.in_shard(shard), token_bytes)]
+            trajectories, size = math.inf, 0  # of the part that is being filled
+            for pointer in record.in_shard(shard):
+                trajectories += pointer.trajectories
+                size += pointer.tokens * token_bytes
+                if (
+                    trajectories > ITEM_TRAJECTORIES or size > ITEM_BYTES
+                ):  # a larger group is a part of its own
+                    parts.append((shard, []))
+                    trajectories, size = pointer.trajectories, pointer.tokens * token_bytes
+                parts[-1][1].append(pointer)
     return [
         WorkItem(
             batch=record.id,
@@ -200,20 +209,6 @@ def work_items(record: BatchRecord) -> list[WorkItem]:
         )
         for number, (shard, groups) in enumerate(parts)
     ]
-
-
-def _parts(pointers: list[Pointer], token_bytes: int) -> list[list[Pointer]]:
-    """Consecutive groups within the bounds of an item together; a larger group is a part of its own."""
-    parts: list[list[Pointer]] = []
-    trajectories = size = 0
-    for pointer in pointers:
-        trajectories += pointer.trajectories
-        size += pointer.tokens * token_bytes
-        if not parts or trajectories > ITEM_TRAJECTORIES or size > ITEM_BYTES:
-            parts.append([])
-            trajectories, size = pointer.trajectories, pointer.tokens * token_bytes
-        parts[-1].append(pointer)
-    return parts
 
 
 def apply(run: Run, record: BatchRecord, fence: str) -> None:

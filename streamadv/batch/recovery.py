@@ -17,14 +17,13 @@ from ..messages import log_fields
 from ..prompts.spec import identity
 from ..run import Run
 from ..run.run import Shard
-from .commit import commit, read_results, results_of
-from .exclusion import dead_letter_groups, read_exclusions
-from .hold import take
+from .ends import commit, dead_letter_groups, read_exclusions, read_results, results_of
 from .leader import Leader, server_text
 from .progress import NamedBatch, Progress, weights_version
 from .prompts import RunPrompts
 from .record import BatchRecord, NamingSettings, apply, name_batch, read_records
 from .selection import BATCH_ID
+from .session import take
 
 #: Groups counted in one call of `set_trainer.lua`.
 TRAINED_SLICE: Final = 256
@@ -183,17 +182,13 @@ def set_trainer(run: Run, settings: NamingSettings, progress: Progress) -> None:
 # Undoing
 
 
-def undo_other_chains(run: Run, settings: NamingSettings, progress: Progress) -> bool:
-    """Undo batches not delivered yet that were named for another chain, and all after such a one. True if some were.
+def undo_from(run: Run, progress: Progress, first: int) -> None:
+    """Undo batch `first`, which was named for another chain and is not delivered yet, and all after it.
 
     Called when the training loop asks for a batch: before that it may load a checkpoint with some of them. The session
     has to begin again then, since its candidates lack their groups.
     """
-    waiting = [progress.batches[k].record for k in sorted(progress.batches) if k >= progress.delivered]
-    others = [record for record in waiting if not record.is_for(settings)]
-    if not others:
-        return False
-    undone = [record for record in waiting if record.k >= others[0].k]
+    undone = [progress.batches[k].record for k in sorted(progress.batches) if k >= first]
     fields = log_fields(
         "batch_named_again", run=run.name, role="trainer", batch=undone[0].k, count=len(undone)
     )
@@ -202,7 +197,6 @@ def undo_other_chains(run: Run, settings: NamingSettings, progress: Progress) ->
     undo_batches(run, undone, progress.fence)
     for record in undone:
         del progress.batches[record.k]
-    return True
 
 
 def undo_batches(run: Run, records: Iterable[BatchRecord], fence: str) -> None:

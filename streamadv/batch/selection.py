@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
-from typing import Any, Final
+from operator import attrgetter
+from typing import Final
 
-from .. import doors
 from ..algorithms.chain.config import ChainConfig
 from ..algorithms.chain.rewards import raw_rewards
 from ..algorithms.chain.sources import split_by_source
@@ -27,33 +27,35 @@ from ..grouping.layout import Layout
 from ..messages import brief
 from ..prompts.spec import identity, is_number
 from .progress import Progress
-from .record import BatchRecord, NamingSettings, Running
+from .record import NamingSettings, Running
 
 BATCH_ID: Final = re.compile(r"[0-9]+-[0-9a-f]{12}")
 
 
-def reason_against(group: LoggedGroup, k: int, settings: NamingSettings, progress: Progress) -> str | None:
-    """Why the group is dropped instead of trained on at version k, or None."""
+def reason_against(
+    group: LoggedGroup, k: int, settings: NamingSettings, progress: Progress
+) -> tuple[str | None, str | None]:
+    """Why the group is dropped instead of trained on at version k, or None; and what is wrong with the group."""
     if group.malformed:
-        return "malformed"
+        return "malformed", group.problem
     if group.group_id in progress:
         as_trained = progress.tries.get(identity(group.group_id), group.group_id)
-        return "trained" if as_trained == group.group_id else "repeated"
+        return "trained" if as_trained == group.group_id else "repeated", group.problem
     if group.problem is not None:
-        return "dead:undecodable"
+        return "dead:undecodable", group.problem
     restored, version = progress.restored, group.version
     is_above = restored is not None and version is not None and version > restored
     # `branch`: an epoch that was taken again after a restart of the server does not count.
     if is_above and group.begun_epoch < progress.branch and not settings.keep_rolled_back:
-        return "rolled_back"
+        return "rolled_back", None
     if settings.drop_after is not None and group.sums.oldest < k - settings.drop_after:
-        return "stale"
-    return "dead:missing_column" if missing_columns(group, settings) else None
-
-
-def missing_columns(group: LoggedGroup, settings: NamingSettings) -> list[str]:
-    """Columns that the chain needs and some packet of the group was pushed without."""
-    return sorted({name for packet in group.packets for name in settings.needs.difference(packet.columns)})
+        return "stale", None
+    columns = sorted({name for packet in group.packets for name in settings.needs.difference(packet.columns)})
+    if not columns:
+        return None, None
+    late = ", ".join(f"{name!r}: function" for name in columns)
+    problem = f"pushed without {', '.join(columns)}, which the chain needs: push it, or give late={{{late}}}"
+    return "dead:missing_column", problem
 
 
 def choose(
@@ -77,16 +79,11 @@ def choose(
         prompt = identity(group.group_id)
         if prompt in named or (prompt in prompts and group.group_id not in chosen):
             continue
-        reason = reason_against(group, k, settings, progress)
-        if reason == "dead:missing_column":
-            columns = missing_columns(group, settings)
-            late = ", ".join(f"{name!r}: function" for name in columns)
-            problem = f"pushed without {', '.join(columns)}, which the chain needs: push it, or give late={{{late}}}"
+        reason, problem = reason_against(group, k, settings, progress)
+        if reason is None and group.group_id in chosen:
+            reason, problem = "malformed", "a copy of another entry"
+        if reason is not None:
             unfit.append((replace(group, problem=problem), reason))
-        elif reason is not None:
-            unfit.append((group, reason))
-        elif group.group_id in chosen:
-            unfit.append((replace(group, problem="a copy of another entry"), "malformed"))
         else:
             fit.append(group)
             chosen.add(group.group_id)
@@ -131,18 +128,6 @@ def share_out(
     return [fit[position] for position in sorted(chosen)]
 
 
-def make_record(k: int, epoch: int, groups: Sequence[LoggedGroup], **decided: Any) -> BatchRecord:
-    """The record of batch k. Groups are sorted by id, so that nothing depends on the order of arrival."""
-    ordered = sorted(groups, key=lambda group: group.group_id)
-    return BatchRecord(
-        k=k,
-        id=f"{k}-{doors.random_bytes(6).hex()}",
-        epoch=epoch,
-        groups=[group.pointer for group in ordered],
-        **decided,
-    )
-
-
 # What batches hand on
 
 
@@ -155,7 +140,7 @@ def running_with(
     """
     if "running" not in (config.reward.mean, config.reward.std):
         return None
-    batch = pack_members(Layout.of(sorted(groups, key=lambda group: group.group_id)))
+    batch = pack_members(Layout.of(sorted(groups, key=attrgetter("group_id"))))
     moments = running_of(before)
     if not config.by_source:
         old = moments if isinstance(moments, RunningMoments) else RunningMoments()

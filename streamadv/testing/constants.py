@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ..advantage import worker
 from ..archive import follow
-from ..batch import commit, exclusion, record, recovery
+from ..batch import ends, record, recovery
 from ..grouping import grouper, housekeeping
 from ..prompts import steps, stored
 from ..run import consumer
@@ -36,8 +36,8 @@ PARTS: Final = (
     (housekeeping, "SWEEP_COUNT", 1),
     (housekeeping, "SCORES_COUNT", 1),
     (consumer, "PENDING_PAGE", 1),
-    (commit, "COMMIT_SLICE", 1),
-    (exclusion, "DROP_SLICE", 1),
+    (ends, "COMMIT_SLICE", 1),
+    (ends, "DROP_SLICE", 1),
     (recovery, "TRAINED_SLICE", 1),
     (record, "APPLY_SLICE", 1),
     (record, "ITEM_TRAJECTORIES", 2),

@@ -11,8 +11,7 @@ from typing import Final
 from .. import tracing
 from ..advantage.results import BatchResults, Result, counts_of, misfit, parse_result
 from ..batch import recovery
-from ..batch.commit import stored_result
-from ..batch.exclusion import leave_out
+from ..batch.ends import leave_out, stored_result
 from ..batch.leader import Leader
 from ..batch.record import BatchRecord, Death, WorkItem, work_items
 from ..batch.selection import BATCH_ID
@@ -48,20 +47,50 @@ class Collector:
         self.cursors = dict.fromkeys(range(len(session.run.keys.shards)), "0-0")
         # Not delivered yet, by batch, in the order of the logs. `publish.lua` publishes one result of each work item:
         # foreign processes have written any others.
-        self._results: dict[str, list[Result]] = defaultdict(list)
+        self.results: dict[str, list[Result]] = defaultdict(list)
 
     def collect(self) -> Batch | None:
-        """The next batch, the same until `hand_out`. None while it is not named, or some of its results are missing.
+        """The next batch without its unreadable groups, the same until it is handed out; None if there is none yet.
 
-        Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read:
-        pass that to `exclude` and call again. Also LateColumnError and SettingError.
+        The one place that decides what a missing or unreadable group means. Raises BatchLostError, LateColumnError and
+        SettingError.
+        """
+        session, run = self.session, self.session.run
+        while True:
+            try:
+                return self._deliver()
+            except (BatchLostError, UndecodableGroupError) as error:
+                # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
+                # in docs/reference/guarantees.md: nothing may be dead-lettered for it.
+                if not session.has_same_servers():
+                    return None
+                if isinstance(error, BatchLostError):
+                    raise
+                problems, text = error.problems, str(error)
+            record = session.find(session.progress.delivered)
+            if record is None:  # it was lost or committed meanwhile
+                return None
+            logger.error("%s: %s", STAGE, text, extra=self._log_fields("group_unreadable", record))
+            if self._rank.world_size > 1:  # only its trajectories, because the other ranks keep to their plan
+                if not leave_out(run, record, problems, session.progress.fence):
+                    return None
+                continue
+            deaths: dict[str, Death] = {}
+            for (group_id, _), problem in problems.items():
+                deaths.setdefault(group_id, Death("undecodable", problem))
+            failed, now = dict.fromkeys(deaths, "dead: undecodable"), tracing.now()
+            tracing.record(tracing.DELIVER, run.name, deaths, now, k=record.k, failed=failed)
+            session.dead_letter(record, deaths)
+
+    def _deliver(self) -> Batch | None:
+        """The next batch; None while it is not named, or some of its results are missing.
+
+        Raises BatchLostError if the server no longer has its groups, UndecodableGroupError if some cannot be read.
         """
         session = self.session
         record = session.find(session.progress.delivered)
-        if self.ready is not None and record in (
-            None,
-            self.ready[0],
-        ):  # rank 0 may have committed it meanwhile
+        # None: rank 0 may have committed it meanwhile.
+        if self.ready is not None and record in (None, self.ready[0]):
             return self.ready[1]
         if record is None:
             return None
@@ -69,7 +98,9 @@ class Collector:
         computed = self._computed(record)
         if computed is None:
             return None
-        fetched = self.ahead.result() if self.ahead else None
+        if self.ahead:
+            self.ahead.thread.join()
+        fetched = self.ahead.fetched if self.ahead else None
         since = tracing.now()
         try:
             batch = deliver(session.run, computed, self._rank, self._late, fetched, session.progress.fence)
@@ -83,37 +114,6 @@ class Collector:
         tracing.record(tracing.DELIVER, session.run.name, ids, since, k=record.k, batch=record.id)
         self.ready = record, batch
         return batch
-
-    def hand_out(self) -> None:
-        """The training loop gets the batch that is ready."""
-        assert self.ready is not None
-        record, _ = self.ready
-        self.session.progress.deliver(record)
-        self.ready = None
-        self.session.dropped.clear()
-        self._results.pop(record.id, None)
-        self.stop()
-
-    def exclude(self, error: UndecodableGroupError) -> bool:
-        """Exclude what `collect` could not read from the next batch: its groups become dead letters.
-
-        A rank among several only leaves out its trajectories, because the other ranks keep to their plan. False if the
-        batch was lost or committed meanwhile.
-        """
-        session = self.session
-        record = session.find(session.progress.delivered)
-        if record is None:
-            return False
-        logger.error("%s: %s", STAGE, error, extra=self._log_fields("group_unreadable", record))
-        if self._rank.world_size > 1:
-            return leave_out(session.run, record, error.problems, session.progress.fence)
-        deaths: dict[str, Death] = {}
-        for (group_id, _), text in error.problems.items():
-            deaths.setdefault(group_id, Death("undecodable", text))
-        failed, now = dict.fromkeys(deaths, "dead: undecodable"), tracing.now()
-        tracing.record(tracing.DELIVER, session.run.name, deaths, now, k=record.k, failed=failed)
-        session.dead_letter(record, deaths)
-        return True
 
     def read_ahead(self, record: BatchRecord | None) -> None:
         """Have a batch's payloads fetched while something is waited for. `collect` meets errors again."""
@@ -147,7 +147,7 @@ class Collector:
                 return ComputedBatch(record, layout, BatchResults(results, layout), left_out)
             fields = self._log_fields("results_unusable", record)
             logger.error("%s: results of batch %d are not used: %s", STAGE, record.k, problem, extra=fields)
-            self._results[record.id].remove(result)
+            self.results[record.id].remove(result)
         return None
 
     def _lay_out(self, record: BatchRecord, dead: Container[str]) -> Layout:
@@ -184,7 +184,7 @@ class Collector:
                     if batch is not None and batch.results is not None:
                         batch.results.append(stored_result(shard, entry_id, fields))
                     if batch is not None or not session.leads:
-                        self._results[result.batch].append(result)
+                        self.results[result.batch].append(result)
                     elif not BATCH_ID.fullmatch(result.batch):
                         raise WireError(f"batch {brief(result.batch)} is none of this run")
                     elif session.has_same_servers():
@@ -199,7 +199,7 @@ class Collector:
     def results_of(self, batch_id: str, items: Sequence[WorkItem]) -> list[Result] | None:
         """The first result of each work item of a batch; None while some have not been published."""
         first: dict[int, Result] = {}
-        for result in self._results[batch_id]:
+        for result in self.results[batch_id]:
             first.setdefault(result.header.unit, result)
         if any(item.number not in first for item in items):
             return None

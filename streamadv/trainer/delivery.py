@@ -25,7 +25,7 @@ from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.members import offsets, spans
 from ..trajectory.payload import payloads_of
 from ..trajectory.schema import TOKEN_COLUMNS
-from .fetch import FetchedShare, Problems, fetch, fetch_outputs
+from .fetch import FetchedShare, Problems, fetch_outputs
 from .late_columns import LateColumn, keep_late, make_late_columns
 from .microbatch import Batch, Delivered, References, RowExtras, cut, values_at
 from .plan import Rank, Share, share_of
@@ -74,10 +74,12 @@ def deliver(
     record = computed.record
     budget, left_out = record.tokens_per_micro_batch, computed.left_out
     if ahead is not None and ahead.share.batch is computed.layout and not left_out:
-        share = ahead.share
+        fetched, share = ahead, ahead.share
     else:
         share = share_of(computed.layout, budget, rank, left_out, record.keep_groups)
-    fetched = fetch(run, share, rank.device, ahead)
+        fetched = FetchedShare(run, share, rank.device)
+    if problems := fetched.read(run):
+        raise UndecodableGroupError(dict(sorted(problems.items())))
     outputs = fetch_outputs(run, computed.results, share, rank.device)
     packed = _pack(computed.results, fetched, outputs, rank.device)
     made, late_metrics = _run_late_part(computed, packed, late, rank.world_size)

@@ -2,7 +2,7 @@
 
 A thread reads the payloads of the next batch ahead while the trainer works on the current one. They are neither
 delivered nor counted. If the batch comes out differently (a group died, a server was replaced), its payloads are
-fetched when they are due. So are payloads that the thread could not read: `fetch` then meets the error itself.
+fetched when they are due. So are payloads that the thread could not read: `deliver` then meets the error itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ..advantage.results import BatchResults
 from ..algorithms.packing import empty_column
 from ..batch.record import BatchRecord
 from ..errors import UndecodableGroupError, WireError
-from ..grouping.groups_log import LoggedGroup
 from ..grouping.layout import Layout, place
 from ..messages import log_fields
 from ..run import Run
@@ -102,8 +101,8 @@ class FetchedShare:
 
         max_bytes: of all of them together. stop: reads no more when it is set.
         """
-        stop = stop or doors.Event()
-        packets = [self.share.own.packets[number] for number in self.missing]
+        own, stop = self.share.own, stop or doors.Event()
+        packets = [own.packets[number] for number in self.missing]
         sizes = accumulate(packet.size for packet in packets)
         packets = packets[: sum(size <= max_bytes for size in sizes)]
         read, problems = set[int](), Problems()
@@ -116,31 +115,24 @@ class FetchedShare:
                     self._take(run, number, reply)
                     read.add(number)
                 except WireError as error:
-                    problems |= self._problems(np.flatnonzero(self.share.own.packet == number), str(error))
+                    problems |= self._problems(np.flatnonzero(own.packet == number), str(error))
                 if stop.is_set():
                     break
         self.missing = [number for number in self.missing if number not in read]
-        if not self.missing and not stop.is_set():
-            problems |= self._read_columns_of_groups(run, max_bytes)
-        return problems | self._check()
-
-    def _read_columns_of_groups(self, run: Run, max_bytes: float) -> Problems:
-        """Read what is yet to be read, unless that is more than `max_bytes`."""
-        own, problems = self.share.own, Problems()
         due = [
             (number, columns)
             for number in np.unique(own.group).tolist()
             if number not in self.of_groups and (columns := own.groups[number].columns) is not None
         ]
-        if sum(columns.size for _, columns in due) > max_bytes:
-            return problems
-        replies = fetch_replies(run, [columns for _, columns in due])
-        for (number, columns), reply in zip(due, replies, strict=True):
-            try:
-                self.of_groups[number] = decode_own(run, columns.names, reply)
-            except WireError as error:
-                problems |= self._problems(np.flatnonzero(own.group == number), f"group's columns: {error}")
-        return problems
+        if not self.missing and not stop.is_set() and sum(columns.size for _, columns in due) <= max_bytes:
+            replies = fetch_replies(run, [columns for _, columns in due])
+            for (number, columns), reply in zip(due, replies, strict=True):
+                try:
+                    self.of_groups[number] = decode_own(run, columns.names, reply)
+                except WireError as error:
+                    members = np.flatnonzero(own.group == number)
+                    problems |= self._problems(members, f"group's columns: {error}")
+        return problems | self._check()
 
     def _check(self) -> Problems:
         """Check the values of what was read: which trajectories have wrong ones. Looks at each value once."""
@@ -153,16 +145,19 @@ class FetchedShare:
             # A sum of finite numbers is finite, or has overflowed: it takes a third of the time of looking at each.
             if column.is_floating_point() and bool(column.sum().isfinite()):
                 continue
-            if _problem(name, array) is None:
+            with suppress(ValueError):
+                check_values(name, array)
                 continue
             for member, (start, stop) in enumerate(pairwise(bounds.tolist())):
-                problem = _problem(name, array[start:stop])
-                if problem is not None and own.packet[member] not in self.missing:
-                    problems |= self._problems([member], problem)
+                try:
+                    check_values(name, array[start:stop])
+                except ValueError as error:
+                    if own.packet[member] not in self.missing:
+                        problems |= self._problems([member], f"column {name} {error}")
         masked = _disagreeing(own.members, self.columns["response_mask"], np.not_equal) if len(own) else ()
-        read = [member for member in masked if own.packet[member] not in self.missing]
-        text = "column response_mask has other numbers of ones than its packet says"
-        problems = self._problems(read, text) | problems
+        if read := [member for member in masked if own.packet[member] not in self.missing]:
+            text = "column response_mask has other numbers of ones than its packet says"
+            problems = self._problems(read, text) | problems
         self._is_right = not problems and not self.missing
         return problems
 
@@ -173,7 +168,8 @@ class FetchedShare:
         found = {}
         for name in sorted(self.optional):
             packets_with = np.array([name in each.columns for each in own.packets], np.bool_)
-            groups_with = np.array([name in _names_of(each) for each in own.groups], np.bool_)
+            shared = [each.columns for each in own.groups]
+            groups_with = np.array([each is not None and name in each.names for each in shared], np.bool_)
             found[name] = torch.from_numpy(packets_with[packet] | groups_with[group])
         return found
 
@@ -223,14 +219,6 @@ class FetchedShare:
         return {(group_id, index): f"rollout {index}: {text}" for group_id, index in identities}
 
 
-def fetch(run: Run, share: Share, device: torch.device, ahead: FetchedShare | None) -> FetchedShare:
-    """Fetch what was not read ahead. Raises UndecodableGroupError for what is gone or cannot be read."""
-    fetched = ahead if ahead is not None and ahead.share is share else FetchedShare(run, share, device)
-    if problems := fetched.read(run):
-        raise UndecodableGroupError(dict(sorted(problems.items())))
-    return fetched
-
-
 def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.device) -> dict[str, Tensor]:
     """The workers' results per token, [N] each on the host. Raises UndecodableGroupError."""
     own = share.own
@@ -248,8 +236,8 @@ def fetch_outputs(run: Run, results: BatchResults, share: Share, device: torch.d
                 continue
             for member in np.flatnonzero(results.result[share.positions] == number).tolist():
                 group_id, index = own.identity(member)
-                text = f"output column {name} of rollout {index} has the wrong size or is missing"
-                problems[group_id, index] = text
+                problem = f"output column {name} of rollout {index} has the wrong size or is missing"
+                problems[group_id, index] = problem
     if "response_mask" in columns and not problems:
         mask = columns["response_mask"]
         strange = np.flatnonzero(mask.numpy() > 1)
@@ -272,23 +260,19 @@ class ReadAhead:
         self.batch = record.id
         self._run = run
         self.stopped = doors.Event()  # set: fetch no more; nobody waits for a server that does not answer
-        self._fetched: FetchedShare | None = None
-        self._thread = doors.Thread(
+        #: Whole once the thread has ended. What kept it from the rest, the caller meets itself.
+        self.fetched: FetchedShare | None = None
+        self.thread = doors.Thread(
             target=self._fetch, args=(layout, record, rank), name="streamadv-read-ahead", daemon=True
         )
-        self._thread.start()
-
-    def result(self) -> FetchedShare | None:
-        """Wait for the thread and return what it has fetched. What kept it from the rest, the caller meets itself."""
-        self._thread.join()
-        return self._fetched
+        self.thread.start()
 
     def _fetch(self, layout: Layout, record: BatchRecord, rank: Rank) -> None:
         try:
             budget = record.tokens_per_micro_batch
             share = share_of(layout, budget, rank, keep_groups=record.keep_groups)
-            self._fetched = FetchedShare(self._run, share, rank.device)
-            self._fetched.read(self._run, MAX_BYTES, self.stopped)
+            self.fetched = FetchedShare(self._run, share, rank.device)
+            self.fetched.read(self._run, MAX_BYTES, self.stopped)
         except BaseException as error:
             fields = log_fields("not_read_ahead", role="trainer", batch=record.k)
             logger.debug("not read ahead: %s: %s", type(error).__name__, error, extra=fields)
@@ -299,10 +283,11 @@ def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
     trained = share.trained
     numbers, first = np.unique(trained.packet, return_index=True)
     pairs = zip(numbers.tolist(), trained.group[first].tolist(), strict=True)
+    of_groups = [each.columns.names if each.columns is not None else () for each in trained.groups]
     names = [
         {*columns, *of_group}
         for columns, of_group in {
-            (trained.packets[number].columns, _names_of(trained.groups[group])) for number, group in pairs
+            (trained.packets[number].columns, of_groups[group]) for number, group in pairs
         }
     ]
     know_columns(run, names)
@@ -313,10 +298,6 @@ def _kinds(run: Run, share: Share) -> tuple[dict[str, ColumnKind], set[str]]:
     return kinds, set.intersection(*names) if names else set()
 
 
-def _names_of(group: LoggedGroup) -> tuple[str, ...]:
-    return group.columns.names if group.columns is not None else ()
-
-
 def _disagreeing(members: Members, mask: Tensor, disagree: np.ufunc) -> list[int]:
     """Members with a row of which `disagree` holds, given the ones in its `mask` and its trainable tokens."""
     is_wrong = disagree(count_ones(mask.numpy(), offsets(members.rows["tokens"])), members.rows["trainable"])
@@ -325,11 +306,3 @@ def _disagreeing(members: Members, mask: Tensor, disagree: np.ufunc) -> list[int
     owner = np.repeat(np.arange(len(members)), members.table["rows"])
     found: list[int] = np.unique(owner[is_wrong]).tolist()
     return found
-
-
-def _problem(name: str, array: Array) -> str | None:
-    try:
-        check_values(name, array)
-    except ValueError as error:
-        return f"column {name} {error}"
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -10,16 +11,9 @@ from typing import Any, Final
 from redis.exceptions import ResponseError
 
 from .. import clock, doors
-from ..batch.hold import NotHeldError
 from ..batch.leader import Leader
-from ..batch.session import Follower
-from ..errors import (
-    BatchLostError,
-    NoBatchError,
-    ServerUnreachableError,
-    StarvedError,
-    UndecodableGroupError,
-)
+from ..batch.session import NotHeldError
+from ..errors import NoBatchError, ServerUnreachableError, StarvedError
 from ..messages import log_fields
 from ..status.causes import why_nothing_was_kept
 from ..status.watchdog import Limits, Watchdog, why_no_batch
@@ -30,7 +24,7 @@ from ..units import counted
 from .collect import STAGE, Collector
 from .late_columns import LateColumn
 from .microbatch import Batch
-from .report import RunFigures, batch_figures, named, observe
+from .report import NOT_IN_NAMES, RunFigures, batch_figures, observe
 from .session import Sessions
 
 logger = logging.getLogger(__name__)
@@ -134,7 +128,7 @@ class Loop:
         ended = session.find(k) is None and session.has_all(k)
         if (ended and leader is not None and leader.name_ahead(True, max_groups)) or is_new:
             patience.batch.progress()
-        batch = self._collect(collector)
+        batch = collector.collect()
         is_last = ended and (leader is None or leader.has_scanned_logs) and session.find(k) is None
         # Asked once more: naming may have dropped groups of prompts, which are to be played again.
         if batch is None and is_last and session.has_ended(k):
@@ -156,8 +150,9 @@ class Loop:
         max_groups: int | None,
         take_back: list[Callable[[], None]],
     ) -> Batch:
-        """Note that the training loop has the batch."""
+        """The training loop gets the batch that is ready."""
         before, ready = self._progress.delivered, collector.ready
+        assert ready is not None
 
         def undo() -> None:
             with self.lock:
@@ -166,7 +161,12 @@ class Loop:
 
         take_back.append(undo)
         self._reported = None
-        collector.hand_out()
+        record = ready[0]
+        self._progress.deliver(record)
+        collector.ready = None
+        collector.session.dropped.sums.clear()
+        collector.results.pop(record.id, None)
+        collector.stop()
         # Name and read ahead what comes after the one in hand. The next call repeats what fails here.
         with suppress(*RETRYABLE, NotHeldError):
             if isinstance(collector.session, Leader):
@@ -174,24 +174,6 @@ class Loop:
             collector.read_ahead(collector.session.find(self._progress.delivered))
         self._sessions.in_hand = batch if self._sessions.marks_itself else None
         return batch
-
-    def _collect(self, collector: Collector) -> Batch | None:
-        """The next batch without its unreadable groups; None if there is none yet.
-
-        The one place that decides what a missing or unreadable group means. Raises BatchLostError.
-        """
-        while True:
-            try:
-                return collector.collect()
-            except (BatchLostError, UndecodableGroupError) as error:
-                # After data loss the next turn begins a session that repeats what is lost, see "Going back in time"
-                # in docs/reference/guarantees.md: nothing may be dead-lettered for it.
-                if not collector.session.has_same_servers():
-                    return None
-                if isinstance(error, BatchLostError):
-                    raise
-                if not collector.exclude(error):
-                    return None
 
     def _end_without_batch(self, lost: str | None, prompts_left: int) -> None:
         """lost: what became of all that was pushed. Raises StarvedError if that is why the run was never trained."""
@@ -224,8 +206,10 @@ class Loop:
             figures |= self._run_figures.figures(self._watchdog.counters)
             trained = progress.version - progress.committed
             self._watchdog.look_at_commits(len(progress.batches), trained, progress.committed)
+        # Rewards near the limit of float64 overflow in a sum.
+        finite = {NOT_IN_NAMES.sub("_", name): float(x) for name, x in figures.items() if math.isfinite(x)}
         batch.metrics.clear()
-        batch.metrics.update(named(figures))
+        batch.metrics.update(finite)
         if self._watchdog is None:
             return
         observe(batch)
@@ -251,17 +235,22 @@ class Loop:
         Raises NoBatchError when the timeout is over, and the watchdog's errors where waiting cannot end.
         """
         session, timeout, run = collector.session, patience.timeout, self._sessions.run_name
-        patience.look(session)
+        # Groups that came since the last look are progress, also those that rank 0 has dropped already.
+        if timeout:
+            pipe: Any = session.run.connection.scripts.pipeline(transaction=False)
+            for keys in session.run.keys.shards:
+                pipe.xlen(keys.groups)
+            counts = [*pipe.execute(), len(session.dropped)]
+            if any(now > before for now, before in zip(counts, patience.counts, strict=False)):
+                patience.batch.progress()
+            patience.counts = counts
         self._sessions.news.clear()
-        unmarked = session.waits_for_marks(self._progress.delivered) if isinstance(session, Leader) else None
-        if unmarked:
-            patience.batch.because(unmarked)
-        elif isinstance(session, Follower):
-            patience.batch.because(session.waits_for(self._progress.delivered))
-        elif (
-            timeout != 0 and self._watchdog is not None
-        ):  # at least once in a call, however slow this machine is
-            self._watchdog.look()
+        reason = session.waits_for(self._progress.delivered)
+        unmarked = reason if session.leads else None
+        if reason is not None:
+            patience.batch.because(reason)
+        elif timeout != 0 and self._watchdog is not None:
+            self._watchdog.look()  # at least once in a call, however slow this machine is
         if patience.batch.expired:
             why = unmarked.line(run) if unmarked else why_no_batch(session.run, self._limits)
             raise NoBatchError(
@@ -292,19 +281,7 @@ class _Patience:
         self._outage = Outage(STAGE, run, sleep=pause)
         self.batch = Wait(Blocked(STAGE, "waiting for a batch", run), timeout=timeout)
         self._hold = Wait(Blocked(STAGE, "waiting for rank 0", run), cap=HOLD_CAP_S, sleep=pause)
-        self._counts: list[int] = []
-
-    def look(self, session: Leader | Follower) -> None:
-        """Take groups that came since the last look as progress, also those that rank 0 has dropped already."""
-        if not self.timeout:
-            return
-        pipe: Any = session.run.connection.scripts.pipeline(transaction=False)
-        for keys in session.run.keys.shards:
-            pipe.xlen(keys.groups)
-        counts = [*pipe.execute(), len(session.dropped)]
-        if any(now > before for now, before in zip(counts, self._counts, strict=False)):
-            self.batch.progress()
-        self._counts = counts
+        self.counts: list[int] = []  # of groups, as they were seen last
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -26,8 +26,7 @@ class Columns:
     AttributeError, which lists the columns.
     """
 
-    def __init__(self, columns: Mapping[str, Tensor]) -> None:
-        self.columns = dict(columns)
+    columns: dict[str, Tensor]
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -40,24 +39,24 @@ class Columns:
         return name in self.columns
 
 
+@dataclass(eq=False)
 class References:
     """References of the members of a layout, or of those at `positions`, which may repeat. Made at the first look."""
 
-    def __init__(self, layout: Layout, positions: Positions | None = None) -> None:
-        self._layout = layout
-        self._positions = positions
+    layout: Layout
+    positions: Positions | None = None
 
     def __iter__(self) -> Iterator[Reference]:
         return iter(self._made)
 
     @cached_property
     def _made(self) -> list[Reference]:
-        layout = self._layout
+        layout = self.layout
         groups = [(group.group_id, group.data_source) for group in layout.groups]
         references = references_of(layout.members, [groups[number] for number in layout.group.tolist()])
-        if self._positions is None:
+        if self.positions is None:
             return references
-        return [references[position] for position in self._positions.tolist()]
+        return [references[position] for position in self.positions.tolist()]
 
 
 class PromptResponse(Columns):
@@ -82,7 +81,7 @@ class PromptResponse(Columns):
     """[B] bool, by name of a column of the micro-batch: the rows that have it."""
 
     def __init__(self, columns: dict[str, Tensor], rows: Tensor, has: dict[str, Tensor]) -> None:
-        super().__init__(columns)
+        self.columns = dict(columns)
         self.rows = rows
         self.has = has
 
@@ -98,7 +97,7 @@ class PaddedBatch(Columns):
     """
 
     def __init__(self, columns: Mapping[str, Tensor], has: Mapping[str, Tensor]) -> None:
-        super().__init__(columns)
+        self.columns = dict(columns)
         self.has = dict(has)
 
     def __repr__(self) -> str:
@@ -146,7 +145,7 @@ class MicroBatch(Columns):
 
         has: of each optional column, [R] bool.
         """
-        super().__init__(columns)
+        self.columns = dict(columns)
         device = next(iter(columns.values())).device if columns else torch.device("cpu")
         lengths = torch.tensor(row_lengths, dtype=torch.int64, device=device)
         ends = torch.cumsum(lengths, 0)

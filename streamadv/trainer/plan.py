@@ -13,7 +13,7 @@ from heapq import heapreplace
 import numpy as np
 import torch
 
-from ..batch.commit import is_oversize
+from ..batch.ends import is_oversize
 from ..grouping.layout import Layout
 from ..trajectory.columns import Array
 from ..trajectory.members import Positions, offsets, spans
@@ -99,15 +99,26 @@ def plan(
         raise ValueError(f"row {row} has {int(row_tokens[row])} tokens, budget {budget}")
     row_tokens = row_tokens.astype(np.int64)
     sums = offsets(row_tokens)[first_row]
-    rank_of = _ranks_of(
-        np.diff(sums), packet_of if group_of is None else group_of, world_size, group_of is not None
-    )
+    rank_of = np.zeros(len(packet_of), np.int64)
+    if world_size > 1 and len(packet_of):
+        units = packet_of if group_of is None else group_of
+        rank_of = _ranks_of(np.diff(sums), units, world_size, group_of is not None)
     planned = []
     for rank in range(world_size):
         members = np.flatnonzero(rank_of == rank)
         rows = spans(first_row, members)
-        blocks = None if group_of is None else np.repeat(group_of[members], np.diff(first_row)[members])
-        planned.append(_fill(rows, row_tokens[rows], budget, blocks))
+        tokens = row_tokens[rows]
+        if budget is None or int(tokens.sum()) <= budget:
+            planned.append([rows] if len(rows) else [])
+            continue
+        if group_of is None:
+            micro_batch_of = _first_fit(tokens, budget)
+        else:
+            micro_batch_of = _fit_groups(
+                tokens, budget, np.repeat(group_of[members], np.diff(first_row)[members])
+            )
+        order = np.argsort(micro_batch_of, kind="stable")
+        planned.append(np.split(rows[order], np.flatnonzero(np.diff(micro_batch_of[order])) + 1))
     count = max(map(len, planned), default=0)
     no_rows = np.zeros(0, np.int64)
     return [micro_batches + [no_rows] * (count - len(micro_batches)) for micro_batches in planned]
@@ -115,9 +126,6 @@ def plan(
 
 def _ranks_of(tokens: Positions, unit_of: Positions, world_size: int, keep_units: bool) -> Positions:
     """[M]: the rank of each trajectory. unit_of: [M], what is given to a rank whole, at first or for good."""
-    rank_of = np.zeros(len(tokens), np.int64)
-    if world_size == 1 or not len(tokens):
-        return rank_of
     units, unit_of = np.unique(unit_of, return_inverse=True)
     sizes = np.zeros(len(units), np.int64)
     np.add.at(sizes, unit_of, tokens)
@@ -157,21 +165,8 @@ def _even_out(rank_of: Positions, tokens: Positions, world_size: int) -> None:
         loads[emptiest] += tokens[moved]
 
 
-def _fill(
-    rows: Positions, tokens: Positions, budget: int | None, group_of: Positions | None
-) -> list[Positions]:
-    """Micro-batches of one rank, which has these rows with so many tokens each. group_of: of each row, ascending."""
-    if not len(rows):
-        return []
-    if budget is None or int(tokens.sum()) <= budget:
-        return [rows]
-    micro_batch_of = _first_fit(tokens, budget) if group_of is None else _fit_groups(tokens, budget, group_of)
-    order = np.argsort(micro_batch_of, kind="stable")
-    return np.split(rows[order], np.flatnonzero(np.diff(micro_batch_of[order])) + 1)
-
-
 def _fit_groups(tokens: Positions, budget: int, group_of: Positions) -> Positions:
-    """[R]: the micro-batch of each row. A group is one block, or as many as it needs."""
+    """[R]: the micro-batch of each row. group_of: of each, ascending. A group is one block, or as many as it needs."""
     first = np.flatnonzero(np.diff(group_of, prepend=-1))
     block_of = np.zeros(len(tokens), np.int64)
     block = 0

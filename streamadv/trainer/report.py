@@ -5,10 +5,8 @@ All functions here work on the arrays of a batch's layout, whatever the number o
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -26,8 +24,8 @@ from ..status.model import Ledger
 from ..store.retry import RETRYABLE
 from .microbatch import Batch
 
-#: Names of metrics that every logger takes: MLflow refuses other characters.
-_NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
+#: What names of metrics may not have, so that every logger takes them: MLflow refuses other characters.
+NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
 _TAG: Final = "training/off_policy"
 
 Values = NDArray[Any]
@@ -46,7 +44,9 @@ def batch_figures(batch: Batch, wait_s: float, step_s: float | None) -> dict[str
         return figures
     table = members.table
     observed = table["tokens"] - table["trainable"]
-    queued_s = np.maximum(0, doors.wall() - _logged_s(batch.layout)[np.unique(batch.layout.group)])
+    # When each group was complete, by the server's clock.
+    logged_ms = np.array([group.logged_ms for group in batch.layout.groups], np.float64)
+    queued_s = np.maximum(0, doors.wall() - logged_ms[np.unique(batch.layout.group)] / 1000)
     figures |= {
         "timing_s/in_queue/mean": float(queued_s.mean()),
         "timing_s/in_queue/max": float(queued_s.max()),
@@ -59,8 +59,7 @@ def batch_figures(batch: Batch, wait_s: float, step_s: float | None) -> dict[str
             for name, values in members.rewards.items()
             if not np.isnan(values).all()
         },
-        **_group_figures(batch.layout),
-        **_source_figures(batch.layout),
+        **_figures_of_groups(batch.layout),
     }
     if len(members.steps):
         figures |= _summary("num_turns", table["steps"])
@@ -101,7 +100,23 @@ class RunFigures:
         }
         if counters[f"outcome:{EVALUATED}"] != self._evals_ended:
             figures |= self._evaluation(counters)
-        return figures if before is None else figures | _flow(counters - before)
+        if before is None:
+            return figures
+        # What the counters have gained since the batch before: groups by how they ended, trajectories by what became.
+        news = counters - before
+        outcomes = by_reason(news, "outcome")
+        kept = sum(outcomes.get(name, 0) for name in KEPT)
+        lost = {kind: sum(outcomes.get(name, 0) for name in names) for kind, names in LOST.items()}
+        figures |= {
+            "groups/kept": kept,
+            **{f"groups/{kind}": count for kind, count in lost.items()},
+            **{f"groups/outcome/{name}": count for name, count in outcomes.items()},
+            "trajectories/pushed": news["pushed"],
+            **{f"trajectories/dropped/{name}": count for name, count in by_reason(news, "dropped").items()},
+            **{f"trajectories/dead/{name}": count for name, count in by_reason(news, "dead").items()},
+        }
+        ended = kept + lost["filtered"] + lost["ended_short"]
+        return figures | ({"groups/kept_ratio": kept / ended} if ended else {})
 
     def _evaluation(self, counters: Counter[str]) -> dict[str, float]:
         """What evaluation groups have shown, under verl's names: with one batch, and again if it changes.
@@ -121,54 +136,25 @@ class RunFigures:
         figures: dict[str, float] = {}
         for source, ascending in list(by_source.items())[:MAX_DATA_SOURCES]:
             complete = ascending if is_complete else ascending[:-1]
-            if complete and complete[-1] != self._reported.get(source):
-                self._reported[source] = complete[-1]
-                figures |= _validation(complete[-1])
+            if not complete or complete[-1] == self._reported.get(source):
+                continue
+            last = self._reported[source] = complete[-1]
+            name = source or UNKNOWN
+            found: dict[str, float | None] = {
+                f"val-core/{name}/reward/mean": last.mean,
+                f"val-core/{name}/reward/best/mean": last.best,
+                f"val-aux/{name}/reward/std_error": last.std_error,
+                f"val-aux/{name}/reward/min": last.min,
+                f"val-aux/{name}/reward/max": last.max,
+                f"val-aux/{name}/trajectories": last.trajectories,
+                f"val-aux/{name}/failed": last.failed,
+                f"val-aux/{name}/version": last.version,
+                f"val-aux/{name}/oldest_version": None if last.round is None else last.oldest_version,
+            }
+            figures |= {name: value for name, value in found.items() if value is not None}
         if is_complete:
             self._evals_ended = counters[f"outcome:{EVALUATED}"]
         return figures
-
-
-def _flow(news: Counter[str]) -> dict[str, float]:
-    """What the counters have gained between two batches: groups by how they ended, trajectories by what became."""
-    outcomes = by_reason(news, "outcome")
-    kept = sum(outcomes.get(name, 0) for name in KEPT)
-    lost = {kind: sum(outcomes.get(name, 0) for name in names) for kind, names in LOST.items()}
-    ended = kept + lost["filtered"] + lost["ended_short"]
-    flow: dict[str, float] = {
-        "groups/kept": kept,
-        **{f"groups/{kind}": count for kind, count in lost.items()},
-        **{f"groups/outcome/{name}": count for name, count in outcomes.items()},
-        "trajectories/pushed": news["pushed"],
-        **{f"trajectories/dropped/{name}": count for name, count in by_reason(news, "dropped").items()},
-        **{f"trajectories/dead/{name}": count for name, count in by_reason(news, "dead").items()},
-    }
-    return flow | ({"groups/kept_ratio": kept / ended} if ended else {})
-
-
-def _validation(evaluation: Evaluation) -> dict[str, float]:
-    source = evaluation.data_source or UNKNOWN
-    oldest = None if evaluation.round is None else evaluation.oldest_version
-    core = {"mean": evaluation.mean, "best/mean": evaluation.best}
-    aux = {"std_error": evaluation.std_error, "min": evaluation.min, "max": evaluation.max}
-    return {
-        **{f"val-core/{source}/reward/{name}": value for name, value in core.items() if value is not None},
-        **{f"val-aux/{source}/reward/{name}": value for name, value in aux.items() if value is not None},
-        f"val-aux/{source}/trajectories": evaluation.trajectories,
-        f"val-aux/{source}/failed": evaluation.failed,
-        **({} if evaluation.version is None else {f"val-aux/{source}/version": evaluation.version}),
-        **({} if oldest is None else {f"val-aux/{source}/oldest_version": oldest}),
-    }
-
-
-def named(figures: Mapping[str, float]) -> dict[str, float]:
-    """Plain floats under names that every logger takes: another character of a data source becomes `_`.
-
-    Left out is what is not finite: rewards near the limit of float64 overflow in a sum.
-    """
-    return {
-        _NOT_IN_NAMES.sub("_", name): float(value) for name, value in figures.items() if math.isfinite(value)
-    }
 
 
 def observe(batch: Batch) -> None:
@@ -179,6 +165,7 @@ def observe(batch: Batch) -> None:
     members = batch.layout.members
     staleness = members.staleness(batch.version)  # NaN without a version
     in_flight = np.where(np.isnan(staleness), np.nan, members.table["newest"] - members.table["oldest"])
+    logged_ms = np.array([group.logged_ms for group in batch.layout.groups], np.float64)
     metrics.training_metrics(batch.metrics, batch.metric_weights)
     metrics.batch_delivered(
         version=batch.version,
@@ -186,13 +173,8 @@ def observe(batch: Batch) -> None:
         in_flight_lag=in_flight,
         in_queue_lag=np.maximum(0, staleness - in_flight),
         num_tokens=batch.num_tokens,
-        e2e_s=doors.wall() - _logged_s(batch.layout)[batch.layout.group],
+        e2e_s=doors.wall() - logged_ms[batch.layout.group] / 1000,
     )
-
-
-def _logged_s(layout: Layout) -> NDArray[np.float64]:
-    """[G]: when each group was complete, by the server's clock."""
-    return np.array([group.logged_ms for group in layout.groups], np.float64) / 1000
 
 
 def _summary(name: str, values: Values) -> dict[str, float]:
@@ -203,39 +185,36 @@ def _summary(name: str, values: Values) -> dict[str, float]:
     }
 
 
-def _group_figures(layout: Layout) -> dict[str, float]:
-    """How far the pushed rewards of a group's members differ: groups in which they are equal teach nothing."""
-    rewards = layout.members.table["reward"]
-    first = np.flatnonzero(np.diff(layout.group, prepend=-1))
+def _figures_of_groups(layout: Layout) -> dict[str, float]:
+    """How far rewards differ within groups, and figures by data source.
+
+    Groups whose members have equal pushed rewards teach nothing. If a group names a source: `<source>/...`; sources
+    beyond the first 32 by name are `other`.
+    """
+    table, first = layout.members.table, np.flatnonzero(np.diff(layout.group, prepend=-1))
+    rewards = table["reward"]
     sizes = np.diff(first, append=len(rewards))
     means = np.add.reduceat(rewards, first) / sizes
     squares = np.add.reduceat((rewards - np.repeat(means, sizes)) ** 2, first)
     is_flat = np.maximum.reduceat(rewards, first) == np.minimum.reduceat(rewards, first)
-    return {
+    figures = {
         "critic/score/std_mean": float(np.sqrt(squares / sizes).mean()),
         "critic/score/zero_std_ratio": float(is_flat.mean()),
     }
-
-
-def _source_figures(layout: Layout) -> dict[str, float]:
-    """By data source, if a group names one: `<source>/...`; sources beyond the first 32 by name are `other`."""
     sources = [group.data_source for group in layout.groups]
     if not any(sources):
-        return {}
+        return figures
     names = sorted({source or UNKNOWN for source in sources})
     number_of = {name: min(number, MAX_DATA_SOURCES) for number, name in enumerate(names)}
     names = [*names[:MAX_DATA_SOURCES], "other"]
-    of_group = np.array([number_of[source or UNKNOWN] for source in sources], np.int64)
-    of_member = of_group[layout.group]
-    table = layout.members.table
-    counts = np.bincount(of_member, minlength=len(names))
-    rewards = np.bincount(of_member, table["reward"], len(names))
-    lengths = np.bincount(of_member, table["trainable"], len(names))
-    figures: dict[str, float] = {}
+    of_member = np.array([number_of[source or UNKNOWN] for source in sources], np.int64)[layout.group]
+    counts, sums, tokens = (
+        np.bincount(of_member, weights, len(names)) for weights in (None, rewards, table["trainable"])
+    )
     for number in np.flatnonzero(counts).tolist():
         figures |= {
-            f"{names[number]}/critic/score/mean": float(rewards[number] / counts[number]),
-            f"{names[number]}/response_length/mean": float(lengths[number] / counts[number]),
+            f"{names[number]}/critic/score/mean": float(sums[number] / counts[number]),
+            f"{names[number]}/response_length/mean": float(tokens[number] / counts[number]),
             f"{names[number]}/trajectories": float(counts[number]),
         }
     return figures

@@ -14,12 +14,11 @@ from contextlib import suppress
 from typing import Any, Final, Literal
 
 from .. import clock, doors
-from ..batch.hold import JOB_ID, NotHeldError, count_queue, find_job, random_job
 from ..batch.leader import Leader
 from ..batch.progress import Progress
 from ..batch.record import BatchRecord, NamingSettings
-from ..batch.recovery import take_over, undo_other_chains
-from ..batch.session import Follower, Session, join
+from ..batch.recovery import take_over, undo_from
+from ..batch.session import JOB_ID, Follower, NotHeldError, Session, count_queue, find_job, join, random_job
 from ..errors import EpochFencedError, SettingError
 from ..messages import brief, log_fields
 from ..metrics.instruments import KL_ESTIMATES
@@ -107,7 +106,10 @@ class Sessions:
                 "trainer: the server is not the one it was: what it may have lost was repeated",
                 extra=self._log_fields("session_stale"),
             )
-        if session.leads and undo_other_chains(session.run, self.naming, self.progress):
+        waiting = (b.record for k, b in self.progress.batches.items() if k >= self.progress.delivered)
+        others = [record.k for record in waiting if not record.is_for(self.naming)]
+        if session.leads and others:
+            undo_from(session.run, self.progress, min(others))
             self._session = None
             session = self._begin()
         if self._warns_of_history:

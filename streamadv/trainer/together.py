@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .. import clock
-from ..batch.hold import find_job
+from ..batch.session import find_job
 from ..errors import CheckpointError, SettingError
 from ..extras import torch
 from ..messages import one_line
@@ -39,7 +39,7 @@ class Step:
 class Together:
     """One rank's part. All ranks make the same calls, of the same steps; a rank alone needs no process group.
 
-    number: of the queue, see `batch.hold.count_queue`. pause: sleeps; raises when the queue is closed.
+    number: of the queue, see `batch.session.count_queue`. pause: sleeps; raises when the queue is closed.
     """
 
     def __init__(self, run: str, rank: Rank, number: int, pause: Callable[[float], object]) -> None:
@@ -86,8 +86,14 @@ class Together:
             with _reached():
                 step.heard = self._decide(step.says, alone) if self.leads else self._follow(step.says, alone)
         except BaseException as error:
+            # Tell the other ranks; too late for a step that rank 0 has decided.
+            told = isinstance(error, CheckpointError) and self.leads
+            text = str(error) if told else f"rank {self._rank.number}: {type(error).__name__}: {error}"
             with suppress(CheckpointError), _reached():  # what has failed here is raised
-                self._fail(error)
+                if self.leads:
+                    self._tell(FAILED + one_line(text))
+                else:
+                    self._store.set(self._failed, one_line(text))
             raise
         self._blocked.over()
 
@@ -98,15 +104,6 @@ class Together:
     def _failed(self) -> str:
         """The key of a rank that has left the call by an error."""
         return f"{self._prefix}/failed"
-
-    def _fail(self, error: BaseException) -> None:
-        """Tell the other ranks; too late for a step that rank 0 has decided."""
-        told = isinstance(error, CheckpointError) and self.leads
-        text = str(error) if told else f"rank {self._rank.number}: {type(error).__name__}: {error}"
-        if self.leads:
-            self._tell(FAILED + one_line(text))
-        else:
-            self._store.set(self._failed, one_line(text))
 
     def _tell(self, text: str) -> None:
         """Decide the step, if it is not decided."""

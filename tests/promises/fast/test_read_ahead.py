@@ -35,7 +35,8 @@ def missing(queue: TrainerQueue) -> int:
     """Wait for what is being read ahead; payloads that were not read."""
     assert queue._loop._collector is not None
     assert queue._loop._collector.ahead is not None
-    fetched = queue._loop._collector.ahead.result()
+    queue._loop._collector.ahead.thread.join()
+    fetched = queue._loop._collector.ahead.fetched
     assert fetched is not None
     return len(fetched.missing)
 

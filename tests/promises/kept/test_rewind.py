@@ -15,7 +15,7 @@ import streamadv as sa
 from streamadv import MicroBatch, cli
 from streamadv.algorithms import build_chain, estimator_names, preset_names
 from streamadv.algorithms.registry import get_estimator
-from streamadv.batch.hold import random_job
+from streamadv.batch.session import random_job
 from streamadv.trainer.late_columns import NEVER_LATE
 from streamadv.trajectory.columns import KNOWN_COLUMNS
 from tests.support import (

@@ -538,7 +538,7 @@ def test_a_server_replaced_in_the_middle_of_a_delivery_is_no_fault_of_the_data(
     with pytest.raises(NoBatchError):
         queue.next_batch(timeout=0)
     compute_all(joined)
-    fetch, failures = delivery.fetch, iter([error])
+    fetch, failures = delivery.fetch_outputs, iter([error])
 
     def fails_once(*arguments: Any) -> Any:
         nonlocal server
@@ -547,7 +547,7 @@ def test_a_server_replaced_in_the_middle_of_a_delivery_is_no_fault_of_the_data(
             raise failure
         return fetch(*arguments)
 
-    monkeypatch.setattr(delivery, "fetch", fails_once)
+    monkeypatch.setattr(delivery, "fetch_outputs", fails_once)
     batch = queue.next_batch(timeout=30)
     assert batch is not None
     assert batch.num_trajectories == 4

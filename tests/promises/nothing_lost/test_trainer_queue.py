@@ -13,6 +13,7 @@ import torch
 
 from streamadv import metrics
 from streamadv.algorithms import build_chain, expand, run_chain
+from streamadv.batch.progress import Progress
 from streamadv.errors import EpochFencedError, NoBatchError, SettingError
 from streamadv.metrics import instruments
 from streamadv.producer import Producer
@@ -594,7 +595,7 @@ class Timer(Exception):
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Timer])
-@pytest.mark.parametrize("place", ["hand_out", "read_ahead", "next_batch", "wait"])
+@pytest.mark.parametrize("place", ["deliver", "read_ahead", "next_batch", "wait"])
 def test_a_batch_that_an_interrupt_keeps_from_the_loop_is_given_again(
     fake: Connection, monkeypatch: pytest.MonkeyPatch, place: str, interrupt: type[BaseException]
 ) -> None:
@@ -607,7 +608,7 @@ def test_a_batch_that_an_interrupt_keeps_from_the_loop_is_given_again(
         if interrupts and queue._progress.delivered:
             raise interrupts.pop()
 
-    owners = {"next_batch": Loop, "wait": metrics}
+    owners = {"next_batch": Loop, "wait": metrics, "deliver": Progress}
     owner: Any = owners.get(place, Collector)
     genuine: Any = getattr(owner, place)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamadv.batch.exclusion import leave_out
-from streamadv.batch.hold import random_job
+from streamadv.batch.ends import leave_out
 from streamadv.batch.record import read_records
+from streamadv.batch.session import random_job
 from streamadv.errors import SettingError, StreamadvError
 from streamadv.producer import Producer
 from streamadv.run import Run

@@ -19,7 +19,7 @@ from streamadv.advantage.prepare import prepare
 from streamadv.advantage.worker import publish, run_worker
 from streamadv.algorithms.chain import cut_chain
 from streamadv.algorithms.device import choose_device
-from streamadv.batch.exclusion import dead_letter_groups
+from streamadv.batch.ends import dead_letter_groups
 from streamadv.batch.record import Death, name_batch, read_records
 from streamadv.batch.recovery import undo_batches
 from streamadv.errors import ChainError, NoBatchError, SettingError

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.algorithms import build_chain
-from streamadv.batch import commit as batch_commit
-from streamadv.batch import exclusion, recovery, selection
+from streamadv.batch import ends, recovery, selection
 from streamadv.batch import leader as batch_leader
 from streamadv.batch import record as batch_record
 from streamadv.batch.leader import Candidates
@@ -145,7 +144,7 @@ def test_groups_of_one_millisecond_stay_in_the_order_of_the_log() -> None:
 def test_why_a_group_is_not_trained_on(
     given: dict[str, Any], changes: dict[str, Any], reason: str | None
 ) -> None:
-    found = selection.reason_against(group(0, **changes), 10, *rules(**given))
+    found, _ = selection.reason_against(group(0, **changes), 10, *rules(**given))
     assert found == reason
 
 
@@ -206,7 +205,7 @@ def test_rules_for_many_groups_are_those_for_each(
 @given(groups=some_groups, budget=st.none() | st.integers(1, 10))
 def test_commit_counts_each_member_once(groups: list[LoggedGroup], budget: int | None) -> None:
     for each in groups:
-        found = batch_commit.commit_arguments(each, budget)
+        found = ends.commit_arguments(each, budget)
         states = Counter[str]()
         rows = iter(each.members.rows["tokens"].tolist())
         for count, flags in each.members.table[["rows", "flags"]].tolist():
@@ -307,6 +306,11 @@ def test_a_record_whose_groups_have_no_tokens_is_read() -> None:
     assert BatchRecord.model_validate_json(text).groups == [Pointer(0, "1-0", "g", 8, 0)]
 
 
+def record_of(k: int, epoch: int, groups: Sequence[LoggedGroup]) -> BatchRecord:
+    pointers = [each.pointer for each in sorted(groups, key=lambda each: each.group_id)]
+    return BatchRecord(k=k, id=f"{k}-{random.randbytes(6).hex()}", epoch=epoch, groups=pointers, chain=CHAIN)
+
+
 @pytest.fixture
 def named(fake: Connection) -> tuple[Run, BatchRecord]:
     """A run of two shards with batch 0 named and epoch 1 taken."""
@@ -314,14 +318,14 @@ def named(fake: Connection) -> tuple[Run, BatchRecord]:
     group_all(run)
     run.home.call("take_epoch", ["", 0, "job", "", "", "0123456789ab", "", "", "0", 1])
     logged = [each for shard in range(2) for each in read_log(run, shard, "0-0", 100)]
-    record = selection.make_record(0, 1, sorted(logged, key=lambda each: each.group_id)[:6], chain=CHAIN)
+    record = record_of(0, 1, sorted(logged, key=lambda each: each.group_id)[:6])
     assert batch_record.name_batch(run, record, FENCE)
     return run, record
 
 
 def test_a_batch_is_named_once(named: tuple[Run, BatchRecord]) -> None:
     run, record = named
-    assert not batch_record.name_batch(run, selection.make_record(0, 1, [], chain=CHAIN), FENCE)
+    assert not batch_record.name_batch(run, record_of(0, 1, []), FENCE)
     assert batch_record.read_records(run) == {0: record}
     assert [pointer.group_id for pointer in record.groups] == sorted(p.group_id for p in record.groups)
 
@@ -334,7 +338,7 @@ def test_naming_applying_and_committing_may_be_repeated(named: tuple[Run, BatchR
         assert problems(run) == []
     assert compute_all(run) == 2
     for _ in range(3):
-        batch_commit.commit(run, record, FENCE)
+        ends.commit(run, record, FENCE)
         assert (ledger(run)["trained"], ledger(run)["in_flight"]) == (12, 0)
         assert problems(run) == []
     assert batch_record.read_records(run) == {}
@@ -373,7 +377,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(
     run, record = named
     apply(run, record, FENCE)
     compute_all(run)
-    monkeypatch.setattr(batch_commit, "COMMIT_SLICE", 1)
+    monkeypatch.setattr(ends, "COMMIT_SLICE", 1)
     call, calls, lives = Shard.call, list[str](), 0
 
     def checked(shard: Shard, script: str, *args: Any, **keys: Any) -> Any:
@@ -389,7 +393,7 @@ def test_the_ledger_holds_in_the_middle_of_a_commit(
         calls.clear()
         lives += 1
         with suppress(InterruptedError):
-            batch_commit.commit(run, record, FENCE)
+            ends.commit(run, record, FENCE)
     assert lives > 2
     assert ledger(run)["trained"] == 12
     assert run.connection.scripts.hlen(run.home.keys.batches) == 0
@@ -400,7 +404,7 @@ def test_groups_taken_out_of_the_log_are_counted_once(named: tuple[Run, BatchRec
     taken = {pointer.group_id for pointer in record.groups}
     left = [g for shard in range(2) for g in read_log(run, shard, "0-0", 100) if g.group_id not in taken]
     for _ in range(2):
-        exclusion.drop(run, [(left[0], "stale"), (left[1], "trained")], FENCE, 0, None, ())
+        ends.drop(run, [(left[0], "stale"), (left[1], "trained")], FENCE, 0, None, ())
         assert (ledger(run)["dropped"], ledger(run)["trained"]) == ({"stale": 2}, 2)
     assert problems(run) == []
 
@@ -410,9 +414,7 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
     """Data loss may leave a shard with batches nobody knows, whose groups are named again, dropped, or committed."""
     run, draw = named[0], random.Random(seed)
     logged = {group.group_id: group for shard in range(2) for group in read_log(run, shard, "0-0", 100)}
-    records = [
-        selection.make_record(k, 1, draw.sample(list(logged.values()), 5), chain=CHAIN) for k in range(4)
-    ]
+    records = [record_of(k, 1, draw.sample(list(logged.values()), 5)) for k in range(4)]
     owners: dict[str, str] = {}
     applied: set[str] = set()
 
@@ -434,19 +436,19 @@ def test_a_group_has_one_owner(named: tuple[Run, BatchRecord], seed: int) -> Non
             owners.pop(group_id, None)
 
     def commit(record: BatchRecord) -> None:
-        batch_commit.commit(run, record, FENCE)
+        ends.commit(run, record, FENCE)
         applied.discard(record.id)
         leave_log([pointer.group_id for pointer in record.groups])
 
     def drop(_: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
-        exclusion.drop(run, [(group, "trained")], FENCE, 0, None, ())
+        ends.drop(run, [(group, "trained")], FENCE, 0, None, ())
         leave_log([group.group_id])
 
     def dead_letter(record: BatchRecord) -> None:
         group = draw.choice([*logged.values()])
         batch = record.id if group.pointer in record.groups else ""
-        exclusion.dead_letter(run, group, Death("crashed", ""), batch, FENCE)
+        ends.dead_letter(run, group, Death("crashed", ""), batch, FENCE)
         if not batch or batch in applied:
             leave_log([group.group_id])
 
@@ -468,10 +470,10 @@ def test_an_older_epoch_changes_nothing(named: tuple[Run, BatchRecord]) -> None:
     before = ledger(run)
     logged = read_log(run, 0, "0-0", 1) or read_log(run, 1, "0-0", 1)
     for attempt in (
-        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), FENCE),
+        lambda: batch_record.name_batch(run, record_of(1, 1, []), FENCE),
         lambda: apply(run, record, FENCE),
-        lambda: batch_commit.commit(run, record, FENCE),
-        lambda: exclusion.drop(run, [(logged[0], "stale")], FENCE, 0, None, ()),
+        lambda: ends.commit(run, record, FENCE),
+        lambda: ends.drop(run, [(logged[0], "stale")], FENCE, 0, None, ()),
     ):
         with pytest.raises(EpochFencedError, match="another trainer has taken over"):
             attempt()
@@ -487,7 +489,7 @@ def test_another_session_of_the_same_epoch_changes_nothing(named: tuple[Run, Bat
     scripts, other = run.connection.scripts, "1 1-ba9876543210"
     before = {key: scripts.dump(key) for key in scripts.scan_iter()}
     for attempt in (
-        lambda: batch_record.name_batch(run, selection.make_record(1, 1, [], chain=CHAIN), other),
+        lambda: batch_record.name_batch(run, record_of(1, 1, []), other),
         lambda: apply(run, record, other),
         lambda: run.home.call("set_trainer", [other, 5, "", 1, "", "", "1", "0"]),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamadv.batch.hold import find_job
+from streamadv.batch.session import find_job
 
 LAUNCHED = {
     "TORCHELASTIC_RUN_ID": "abc",

@@ -11,7 +11,7 @@ import pytest
 from streamadv import clock
 from streamadv.algorithms import build_chain
 from streamadv.batch import recovery
-from streamadv.batch.exclusion import read_exclusions
+from streamadv.batch.ends import read_exclusions
 from streamadv.batch.leader import Leader
 from streamadv.batch.progress import DURABILITY_WINDOW_S, RETURN_WINDOW_S, Progress
 from streamadv.batch.record import BatchRecord, Death, NamingSettings, name_batch, read_records

@@ -10,7 +10,7 @@ import pytest
 import redis
 import torch
 
-from streamadv.batch.commit import read_results
+from streamadv.batch.ends import read_results
 from streamadv.batch.progress import NamedBatch
 from streamadv.batch.record import read_records, work_items
 from streamadv.errors import NoBatchError
@@ -64,7 +64,7 @@ def test_results_are_read_once_and_kept_until_the_batch_is_delivered(computed: R
     assert [result.header.unit for result in results] == [item.number for item in items]
     log.read()
     assert log.results_of(record.id, items) == results
-    log._results.pop(record.id)
+    log.results.pop(record.id)
     assert log.results_of(record.id, items) is None
 
 
@@ -77,10 +77,10 @@ def test_the_first_of_several_results_counts_until_it_is_removed(computed: Run) 
     log.read()
     (first,) = log.results_of(record.id, items) or []
     assert log.results_of(record.id, items) == [first]
-    log._results[record.id].remove(first)
+    log.results[record.id].remove(first)
     (second,) = log.results_of(record.id, items) or []
     assert second is not first
-    log._results[record.id].remove(second)
+    log.results[record.id].remove(second)
     assert log.results_of(record.id, items) is None
 
 

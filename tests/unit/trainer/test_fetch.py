@@ -16,7 +16,7 @@ from streamadv.run.packets import REPLY_BYTES
 from streamadv.store.connection import Connection
 from streamadv.store.keys import manifest_key
 from streamadv.trainer import fetch as module
-from streamadv.trainer.fetch import FetchedShare, fetch
+from streamadv.trainer.fetch import FetchedShare
 from streamadv.trainer.plan import Rank, Share, share_of
 from streamadv.trajectory.columns import Array
 from streamadv.trajectory.schema import Trajectory
@@ -40,6 +40,12 @@ def store(run: Run, stored: StoredGroups) -> None:
         run.connection.scripts.hset(key, mapping={"header": b'{"group_size": 64}', **fields})
 
 
+def fetched_share(run: Run, share: Share) -> FetchedShare:
+    fetched = FetchedShare(run, share, CPU)
+    assert fetched.read(run) == {}
+    return fetched
+
+
 def trajectories_of(stored: StoredGroups, share: Share) -> list[Trajectory]:
     by_identity = {(t.group_id, t.rollout_index): t for group in stored.trajectories for t in group}
     return [by_identity[share.own.identity(member)] for member in range(len(share.own))]
@@ -58,7 +64,7 @@ def test_columns_are_those_of_the_trajectories(joined: Run, seed: int, world_siz
     batch = Layout.of(stored.groups)
     for number in range(world_size):
         share = share_of(batch, None, Rank(number, world_size, CPU))
-        fetched = fetch(joined, share, CPU, None)
+        fetched = fetched_share(joined, share)
         trajectories = trajectories_of(stored, share)
         assert sorted(fetched.columns) == sorted(NAMES), "the same on a rank that has no trajectory"
         for name in NAMES:
@@ -85,21 +91,9 @@ def test_each_packet_is_read_once_by_a_rank(joined: Run, monkeypatch: pytest.Mon
     ahead = FetchedShare(joined, share, CPU)
     assert ahead.read(joined, max_bytes=sum(packet.size for packet in share.own.packets) // 2) == {}
     assert ahead.missing
-    assert fetch(joined, share, CPU, ahead) is ahead
+    assert ahead.read(joined) == {}
     packets = [share.own.packets[number].key for number in dict.fromkeys(share.own.packet.tolist())]
     assert asked == packets
-
-
-def test_what_was_read_ahead_for_another_batch_is_not_taken(joined: Run) -> None:
-    stored = StoredGroups(0, 6)
-    store(joined, stored)
-    whole = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
-    ahead = fetch(joined, whole, CPU, None)
-    fewer = share_of(Layout.of(stored.groups[1:]), None, Rank(0, 1, CPU))
-    fetched = fetch(joined, fewer, CPU, ahead)
-    assert fetched is not ahead
-    ids = end_to_end(trajectories_of(stored, fewer), "input_ids")
-    np.testing.assert_array_equal(fetched.columns["input_ids"].numpy(), ids)
 
 
 def test_reading_stops_between_two_replies(joined: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +128,10 @@ def test_every_trajectory_of_a_spoilt_packet_is_named(joined: Run, what: str) ->
         joined.connection.scripts.delete(key)
     else:
         joined.connection.scripts.hset(key, mapping=fields)
-    with pytest.raises(UndecodableGroupError) as raised:
-        fetch(joined, share, CPU, None)
+    problems = FetchedShare(joined, share, CPU).read(joined)
     lost = [share.own.identity(member) for member in np.flatnonzero(share.own.packet == number)]
-    assert list(raised.value.problems) == lost
-    for (_, index), text in raised.value.problems.items():
+    assert sorted(problems) == sorted(lost)
+    for (_, index), text in problems.items():
         assert text.startswith(f"rollout {index}: {problem}")
 
 
@@ -163,9 +156,8 @@ def test_only_the_trajectory_with_a_wrong_value_is_named(
     column = stored.columns[packet.key][name]
     column[last] = 1 - column[last] if value is None else value
     store(joined, stored)
-    with pytest.raises(UndecodableGroupError) as raised:
-        fetch(joined, share, CPU, None)
-    ((identity, text),) = raised.value.problems.items()
+    problems = FetchedShare(joined, share, CPU).read(joined)
+    ((identity, text),) = problems.items()
     assert identity == share.own.identity(member)
     assert text.startswith(f"rollout {identity[1]}: {problem}")
 
@@ -188,6 +180,6 @@ def test_no_memory_is_allocated_for_bytes_that_a_packet_only_announces(joined: R
         for group in stored.groups
     ]
     share = share_of(Layout.of(groups), None, Rank(0, 1, CPU))
-    fetched = fetch(joined, share, CPU, None)
+    fetched = fetched_share(joined, share)
     ids = end_to_end(trajectories_of(stored, share), "input_ids")
     np.testing.assert_array_equal(fetched.columns["input_ids"].numpy(), ids)
