@@ -13,8 +13,7 @@ from ..store.connection import AsyncConnection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
 from ..store.scripts import run_script_async, run_transaction_async, server_ids_async
-from .admission import Ahead
-from .announcements import await_room_async
+from .admission import Ahead, await_room_async
 from .async_group import AsyncGroup, AsyncRollout
 from .base_group import Slots, awaited
 from .base_producer import BaseProducer

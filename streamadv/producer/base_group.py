@@ -342,6 +342,7 @@ class BaseGroup(Generic[R]):
         """ticket: the first one of a group that has just been begun."""
         self._producer = producer
         self._slots = Slots(producer._logic, ticket, range(ticket.slots))
+        self._rollouts: list[R] = []
         self.group_id = ticket.group_id
         self.size = ticket.group_size
         self.model_version = ticket.model_version
@@ -367,11 +368,10 @@ class BaseGroup(Generic[R]):
         """Why rollouts failed or were cancelled here: rollout_index -> one line."""
         return self._slots.failures
 
-    @cached_property
-    def _rollouts(self) -> list[R]:
-        return [self._make_rollout(self._producer, self._slots, ticket) for ticket in self._slots.tickets]
-
     def __iter__(self) -> Iterator[R]:
+        if not self._rollouts:
+            tickets = self._slots.tickets
+            self._rollouts = [self._make_rollout(self._producer, self._slots, ticket) for ticket in tickets]
         return iter(self._rollouts)
 
     def __len__(self) -> int:

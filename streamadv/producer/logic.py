@@ -23,7 +23,7 @@ from .membership import Membership, Weights
 from .push import Pushes
 from .requests import LOST_GROUPS_FIRST, NO_WEIGHTS, STAGE, Pause, Steps
 from .resend import ResendWindow
-from .tickets import GroupRequest, Ticket
+from .tickets import GroupRequest, Ticket, check_group
 
 if TYPE_CHECKING:
     from .prompted import Given, PromptedGroups
@@ -70,10 +70,11 @@ class ProducerLogic:
 
     def begin(self, request: GroupRequest) -> Steps[Ticket]:
         """`Admission.begin`, and then the group's columns if it has some."""
-        call, columns = BeginCall(), None
+        call, columns, has_given_id = BeginCall(), None, request.group_id is not None
         if request.columns is not None:
             columns = yield from self.pushes.encode_columns(request.columns)
-        [ticket] = yield from self.admission.begin(request._replace(columns=columns), call)
+        spec = check_group(request._replace(columns=columns), self.membership.manifest.redundancy)
+        [ticket] = yield from self.admission.begin(spec, request.timeout, call, has_given_id=has_given_id)
         if columns is None or not columns.size:
             return ticket
         try:

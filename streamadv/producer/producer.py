@@ -18,8 +18,7 @@ from ..store.replies import as_int
 from ..store.retry import RETRYABLE
 from ..store.scripts import ScriptCall, run_script, run_transaction, server_ids
 from ..trajectory.schema import Trajectory
-from .admission import Ahead
-from .announcements import await_room
+from .admission import Ahead, await_room
 from .base_group import Slots
 from .base_producer import BaseProducer
 from .group import Group, Rollout

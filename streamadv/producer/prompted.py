@@ -18,7 +18,7 @@ from ..store.waiting import Blocked, Wait
 from .admission import BeginCall
 from .logic import ProducerLogic
 from .requests import STAGE, GroupCall, Pause, Steps
-from .tickets import GroupRequest, GroupSpec, Ticket
+from .tickets import GroupRequest, GroupSpec, Ticket, check_group
 
 if TYPE_CHECKING:
     from .base_group import BaseGroup, Slots
@@ -84,7 +84,8 @@ class PromptedGroups:
             if self._spec is None:
                 numbers = {"prompt": index, "epoch": epoch}
                 metadata = {**(self._request.metadata or {}), **numbers}
-                self._spec = self._logic.admission.check(self._request._replace(metadata=metadata))
+                redundancy = self._logic.membership.manifest.redundancy
+                self._spec = check_group(self._request._replace(metadata=metadata), redundancy)
             spec = self._spec._replace(
                 group_id=self._prompts.set.id_of(place, leased.number),
                 data_source=name or None,
@@ -94,7 +95,7 @@ class PromptedGroups:
                 self._admitting = leased
                 prompt = self._prompts.item(source, index)  # it may raise: before the group is begun
                 call = BeginCall()
-                [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, call)
+                [ticket] = yield from self._logic.admission.begin(spec, self._request.timeout, call)
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
                 self._forget([leased])

@@ -18,7 +18,7 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.members import STATUSES, Checked
 from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory
-from .admission import Admission
+from .admission import ADMISSION_WAIT_S, Admission
 from .extra_columns import ColumnsPush, GroupColumns, conform, kinds_of, read_columns
 from .membership import SPEC_ARGS, Membership
 from .records import check_one_group, check_roles
@@ -114,7 +114,7 @@ class Pushes:
         Raises Busy after it, and what `push_trajectories` raises, once all others are pushed.
         """
         check_number("timeout", timeout, "seconds", zero=True, or_none=True)
-        wait = self._admission.admission_wait(timeout)
+        wait = Wait(self._admission.not_admitted, timeout=timeout, base=ADMISSION_WAIT_S)
         outcomes: dict[int, PushResult | StreamadvError] = {}
         missing: Sequence[int] = range(len(groups))
         has_waited = False

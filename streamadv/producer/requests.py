@@ -28,7 +28,7 @@ from .extra_columns import ColumnsPush
 from .tickets import GroupSpec
 
 if TYPE_CHECKING:
-    from .announcements import Place
+    from .admission import Place
     from .membership import Membership
 
 Item = TypeVar("Item")

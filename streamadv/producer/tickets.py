@@ -190,12 +190,18 @@ class GroupRequest(NamedTuple):
 
 
 def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
-    """What all rollouts of a group share.
+    """What all rollouts of a group share. redundancy: the run's.
 
     Raises TrajectoryError for whatever a push to the group would raise it for, SettingError for a wrong deadline_s or
     timeout.
     """
     size = whole_number("group_size", request.size, 1, MAX_GROUP_SIZE, error=TrajectoryError)
+    if request.redundancy is not None:
+        redundancy = request.redundancy
+    elif (
+        request.role == Role.EVAL
+    ):  # every rollout of an evaluation counts, unless the caller wants spare ones
+        redundancy = 0
     redundancy = whole_number("redundancy", redundancy, 0, MAX_GROUP_SIZE, error=TrajectoryError)
     if request.role not in GROUP_ROLES:
         raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
@@ -209,7 +215,7 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         is_plain_id
         and (source is None or is_source)
         and type(metadata) is dict
-        and is_plain(metadata, depth=1)
+        and (not metadata or is_plain(metadata, depth=1))
     ):
         metadata = dict(metadata)
     else:
