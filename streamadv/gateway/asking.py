@@ -18,9 +18,8 @@ from .dialects import Dialect
 from .engines import Engines
 from .joining import chains, following
 from .live import Live, without_ids
-from .options import Options
+from .options import Options, of_the_run
 from .refusals import RefusedError, bad_request, unavailable
-from .sampling import of_the_run
 from .sessions import Session, Sessions
 from .tokens import Sampled, TokenMode
 from .turns import Turn

@@ -288,6 +288,10 @@ class Pushes:
 
         while waiting:
             reply = yield from self.call_group_script(spec, attempt, budget, waits=waits)
+            if len(reply) == 1:  # without codes: all are pushed
+                for packet in waiting:
+                    codes |= dict.fromkeys(packet.positions, "pushed")
+                break
             waiting = unregistered(waiting, reply, codes)
         metrics.succeeded(STAGE)
         if refused := [position for position, code in codes.items() if code == "range"]:
@@ -351,17 +355,12 @@ class Pushes:
 def unregistered(packets: Sequence[Packet], reply: Reply, codes: dict[int, str]) -> list[Packet]:
     """What has to be sent once more, given the reply `ok` of `push` to a group's packets.
 
-    The reply says of each member, in the order of sending: pushed (all, where it has no codes), duplicate, surplus,
-    late or range, which is added to `codes`, by position. Or `again`: the server refuses a packet whole if another
-    member is a duplicate, or part of its payload would belong to nobody; these members go without it. Or `lost`: the
-    payload ended before the script saw it, by its time to live.
+    The reply says of each member, in the order of sending: pushed, duplicate, surplus, late or range, which is added to
+    `codes`, by position. Or `again`: the server refuses a packet whole if another member is a duplicate, or part of its
+    payload would belong to nobody; these members go without it. Or `lost`: the payload ended before the script saw it,
+    by its time to live.
     """
-    if len(reply) == 1:
-        for packet in packets:
-            codes |= dict.fromkeys(packet.positions, "pushed")
-        return []
-    replied = [code.decode() for code in reply[1:]]
-    waiting, rest = [], iter(replied)
+    waiting, rest = [], iter([code.decode() for code in reply[1:]])
     for packet in packets:
         of_packet = list(islice(rest, len(packet.indices)))
         chosen = [member for member, code in enumerate(of_packet) if code in ("again", "lost")]

@@ -6,6 +6,6 @@
   packets of such trajectories.
 - Readers see a packet in two parts: the numbers of its members, which pass through streams (`members`,
   `member_table`), and its columns (`packet`). `versions` maps counters of other programs.
-- `members` also shows users a single trajectory without its columns, `payload` with them.
+- `members` also shows users a single trajectory without its columns, `packet` with them.
 - `interchange` reads and writes JSON lines; `adapters` reads recordings of other tools.
 """
