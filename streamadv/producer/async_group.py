@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from .. import clock, tracing
@@ -46,9 +45,7 @@ class AsyncRollout(BaseRollout):
         self._player, self._left = asyncio.current_task(), asyncio.Event()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         try:
             if error is not None and not self.ended:
                 ending = self._slots.end_after_error(self.rollout_index, error)
@@ -147,9 +144,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         if isinstance(error, Exception):
             for rollout in self:
                 await rollout._until_left()

@@ -52,7 +52,7 @@ class Pushes:
         self._admission = admission
         self._resend = resend
         self._again = self._send_again  # one object for all that is kept
-        self._columns_again = self._send_columns_again
+        self._columns = self._send_columns  # likewise
 
     def push_trajectories(self, trajectories: Sequence[Trajectory]) -> Steps[PushResult]:
         """Push trajectories of one group.
@@ -143,25 +143,25 @@ class Pushes:
 
     def bring_columns(self, ticket: Ticket, columns: GroupColumns) -> Steps[PushResult]:
         """Store the columns of the group that has just been begun."""
-        shard, spec = self._membership.shard_of(ticket.group_id), GroupSpec.of(ticket)
+        shard, what = self._membership.shard_of(ticket.group_id), (GroupSpec.of(ticket)[:-1], tuple(columns))
         server_id = self._resend.servers.get(shard)
-        result = yield from self._send_columns(spec, columns, waits=True)
-        self._resend.remember(shard, server_id, columns.size, self._columns_again, spec[:-1], tuple(columns))
+        result = yield from self._send_columns(*what, waits=True)
+        self._resend.remember(shard, server_id, columns.size, self._columns, *what)
         return result
 
-    def _send_columns_again(self, spec: tuple[Any, ...], columns: tuple[Any, ...]) -> Steps[PushResult]:
-        return self._send_columns(GroupSpec(*spec), GroupColumns(*columns))
-
-    def _send_columns(self, spec: GroupSpec, columns: GroupColumns, waits: bool = False) -> Steps[PushResult]:
-        """Raises Busy, TrajectoryError."""
-        keys = self._membership.keys_of(spec.group_id)
+    def _send_columns(
+        self, spec: tuple[Any, ...], columns: tuple[Any, ...], waits: bool = False
+    ) -> Steps[PushResult]:
+        """spec, columns: values of a GroupSpec and GroupColumns. Raises Busy, TrajectoryError."""
+        group = GroupSpec(*spec)
+        keys = self._membership.keys_of(group.group_id)
 
         def attempt(arguments: list[Any]) -> ColumnsPush:
-            return ColumnsPush(keys, tuple(arguments), columns)
+            return ColumnsPush(keys, tuple(arguments), GroupColumns(*columns))
 
         code = b"lost"
         while code == b"lost":
-            reply = yield from self.call_group_script(spec, attempt, waits=waits)
+            reply = yield from self.call_group_script(group, attempt, waits=waits)
             code = reply[-1]
         return PushResult([code.decode()])
 
