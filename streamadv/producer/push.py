@@ -35,7 +35,6 @@ from .requests import (
     busy_error,
     check_group_reply,
     is_over_share,
-    load_of,
     refusal,
     slices,
 )
@@ -200,7 +199,8 @@ class Pushes:
                 metrics.succeeded(STAGE)
                 codes += [reply[1].decode() if has_ended else "pushed"] * part
         finally:  # sent again are these slots: others may be free by then
-            for packets in slices(ended_packets(sorted(cancelled), "cancelled", spec.role), load_of):
+            ended = ended_packets(sorted(cancelled), "cancelled", spec.role)
+            for packets in slices(ended, lambda packet: [packet]):
                 kept = tuple([(*packet[:5], ()) for packet in packets])
                 self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
         return PushResult(codes, cancelled)
@@ -245,7 +245,7 @@ class Pushes:
             all_keys = membership.manifest.keys
             shard = all_keys.shard_of(spec.group_id)
             keys = all_keys.shards[shard]
-            for part in slices(packets, load_of):
+            for part in slices(packets, lambda packet: [packet]):
                 server_id = self._resend.servers.get(shard)
                 codes |= yield from self._send(keys, spec, part, epoch, budget, waits=budget is None)
                 size = sum([packet.size + len(packet.table) for packet in part])

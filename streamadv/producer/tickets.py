@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
 
@@ -27,20 +27,8 @@ GROUP_ROLES: Final = (str(Role.TRAIN), str(Role.EVAL))
 ANY_SLOT: Final = -1
 
 
-class _Watched:
-    """Something whose owner wants to know when it leaves the process; no field, so that copies are equal."""
-
-    __slots__ = ("_watch",)
-    _watch: set[int]
-
-    def watched_by(self, watch: set[int]) -> Self:
-        """This one, which puts its rollout_index into `watch` when it is handed out."""
-        object.__setattr__(self, "_watch", watch)
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket(_Watched):
+@dataclass(frozen=True)
+class Ticket:
     """The right to push one rollout of an admitted group, from any process: `to_json` and `from_json`."""
 
     group_id: GroupId
@@ -62,6 +50,12 @@ class Ticket(_Watched):
     """Of an evaluation group: the round it is part of."""
     columns: int = 0
     """Bytes of the group's own columns; 0 = it has none."""
+    _watch: ClassVar[set[int] | None] = None  # no field, so that copies are equal
+
+    def watched_by(self, watch: set[int]) -> Self:
+        """This one, which puts its rollout_index into `watch` when it is handed out."""
+        object.__setattr__(self, "_watch", watch)
+        return self
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json` in the process that plays the rollout."""
@@ -78,9 +72,8 @@ class Ticket(_Watched):
 
     def hand_out(self) -> None:
         """Say that somebody else plays this rollout, as `to_json` and pickling do."""
-        watch: set[int] | None = getattr(self, "_watch", None)
-        if watch is not None:
-            watch.add(self.rollout_index)
+        if self._watch is not None:
+            self._watch.add(self.rollout_index)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ticket:
