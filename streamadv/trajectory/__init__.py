@@ -1,6 +1,6 @@
 """What travels: the trajectory, its stored form, and the files it is read from. No Redis, no torch.
 
-- `columns` names and checks arrays; `names` finds misspelt names. `fields` and `schema` are the pydantic model on
+- `columns` names and checks arrays. `fields`, which also finds misspelt names, and `schema` are the pydantic model on
   top.
 - `members.Checked` is a trajectory with checked fields, from the model or from a producer. `packet_encoding` makes
   packets of such trajectories.
