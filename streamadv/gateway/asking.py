@@ -90,12 +90,12 @@ class Turns:
 
     async def _make(self, session: Session, asked: Asked, live: Live | None) -> Mapping[str, Any]:
         since = tracing.now()
-        engine = await self._engines.know(session)
+        engine, mode = await self._engines.know(session), self._options.mode
         model = self._options.model or self._engines.model or "policy"
         request = of_the_run(_read(asked), self._options, model)
         messages = request.get("messages")
         at = chains(messages, request.get("tools"), asked.agent) if messages is not None else []
-        takes_tokens = live is None and self._tokens.is_used(engine)
+        takes_tokens = live is None and (mode == "tokens" or (mode == "auto" and engine.renders))
         # How many messages there are up to the last one of the assistant, and with it; 0 if there is none.
         said = enumerate(messages or (), 1)
         answered = max((number for number, each in said if each.get("role") == "assistant"), default=0)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 from .. import clock, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
-from .base_group import BaseGroup, BaseRollout, Slots, awaited
+from .base_group import BaseGroup, BaseRollout, awaited
 from .failures import Outcome
 from .group import Group
-from .tickets import Ticket
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer
@@ -32,13 +31,10 @@ class AsyncRollout(BaseRollout):
     """
 
     _producer: AsyncProducer
+    _player: asyncio.Task[Any] | None = None  # that is inside `async with rollout`
+    _left: asyncio.Event | None = None
     push = awaited(BaseRollout.push)  # type: ignore[assignment]
     fail = awaited(BaseRollout.fail)  # type: ignore[assignment]
-
-    def __init__(self, producer: AsyncProducer, slots: Slots, ticket: Ticket) -> None:
-        super().__init__(producer, slots, ticket)
-        self._player: asyncio.Task[Any] | None = None  # that is inside `async with rollout`
-        self._left: asyncio.Event | None = None
 
     async def __aenter__(self) -> Self:
         self._start()

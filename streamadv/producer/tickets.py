@@ -212,11 +212,9 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
     ):
         metadata = dict(metadata)
     else:
-        fields = {"group_id": group_id, "data_source": source, "metadata": metadata}
-        fields |= {"role": request.role, "round": request.round}
-        shared = parse_trajectory(
-            {**fields, "group_size": size, "rollout_index": 0, "status": "failed"}, "group"
-        )
+        told = {"group_id": group_id, "data_source": source, "metadata": metadata, "round": request.round}
+        rest = {"role": request.role, "group_size": size, "rollout_index": 0, "status": "failed"}
+        shared = parse_trajectory({**told, **rest}, "group")
         group_id, source, metadata = shared.group_id, shared.data_source, shared.metadata
     if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
         raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")
