@@ -207,7 +207,7 @@ class Admission:
             shard = membership.shard_of(spec.group_id)
             call.others = [self._new_id_in(shard) for _ in range(count - 1)]
             try:
-                request = GroupCall(partial(self._begin_call, spec, call, groups_elsewhere))
+                request = GroupCall(partial(self._begin_call, spec, call, shard, groups_elsewhere))
                 reply: Reply = yield request
                 while reply[0] == b"layout":  # the shard does not know how many the run has
                     yield from membership.confirm_layout()
@@ -224,10 +224,12 @@ class Admission:
                 spec = spec._replace(group_id=self._new_id_in(counts.index(min(counts))))
             groups_elsewhere = sum(counts) - counts[membership.shard_of(spec.group_id)]
 
-    def _begin_call(self, spec: GroupSpec, call: BeginCall, groups_elsewhere: int | None) -> ScriptCall:
-        """One attempt to open groups. groups_elsewhere: groups that count in the other shards."""
-        keys = self._membership.keys_of(spec.group_id)
-        budget = self.budget_for_new(spec.group_id)
+    def _begin_call(
+        self, spec: GroupSpec, call: BeginCall, shard: int, groups_elsewhere: int | None
+    ) -> ScriptCall:
+        """One attempt to open groups of a shard. groups_elsewhere: groups that count in the others."""
+        keys = self._membership.manifest.keys.shards[shard]
+        budget = self.budget_for_new(shard)
         arguments = self._membership.group_arguments(spec, budget, groups_elsewhere)
         known = self._membership.weights
         arguments += [call.nonce, "" if known is None else known.version, *call.others]
@@ -241,13 +243,12 @@ class Admission:
         with metrics.wait(STAGE):
             yield Pause(delay)
 
-    def budget_for_new(self, group_id: str) -> int:
+    def budget_for_new(self, shard: int) -> int:
         """The byte budget for a group that may be new: none while its shard has no room for groups that it has lost.
 
         Those were admitted before. After new groups they might have to wait until this producer ends, and be lost.
         """
-        is_behind = self._membership.shard_of(group_id) in self._resend.behind
-        return NO_ROOM if is_behind else self._membership.max_bytes
+        return NO_ROOM if shard in self._resend.behind else self._membership.max_bytes
 
     def _new_id_in(self, shard: int) -> str:
         while self._membership.shard_of(group_id := new_group_id()) != shard:

@@ -71,7 +71,7 @@ class Pushes:
         packets = yield from self.encode(checked)
         highest = max([trajectory.rollout_index for trajectory in trajectories])
         if highest < slots:
-            budget = self._admission.budget_for_new(spec.group_id)
+            budget = self._admission.budget_for_new(self._membership.shard_of(spec.group_id))
             return (yield from self.send(spec, packets, budget=budget))
         try:  # its group may have been begun with more slots
             return (yield from self.send(spec, packets, budget=NO_ROOM))
