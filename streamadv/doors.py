@@ -20,16 +20,13 @@ Thread = threading.Thread
 RLock = threading.RLock
 Queue = queue.Queue
 SimpleQueue = queue.SimpleQueue
+#: Seconds since 1970.
+wall = time.time
 #: The bytes of a name that nobody else has.
 random_bytes = os.urandom
 #: Options of redis-py's clients, blocking and of asyncio.
 client_options: dict[str, Any] = {}
 async_client_options: dict[str, Any] = {}
-
-
-def wall() -> float:
-    """Seconds since 1970."""
-    return time.time()
 
 
 def sleep(seconds: float) -> None:

@@ -19,7 +19,7 @@ import redis
 import redis.asyncio.cluster
 from hypothesis import HealthCheck, settings
 
-from streamadv import clock
+from streamadv import clock, doors
 from streamadv.batch import leader
 from streamadv.errors import ServerError
 from streamadv.grouping import housekeeping
@@ -233,7 +233,8 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets time stand still in this process, and on the fake server, but for `forward`."""
     now, wall = clock.now(), time.time()
     monkeypatch.setattr(clock, "now", lambda: now)
-    monkeypatch.setattr(time, "time", lambda: wall)
+    for module, name in ((time, "time"), (doors, "wall")):
+        monkeypatch.setattr(module, name, lambda: wall)
 
 
 @pytest.fixture
@@ -241,7 +242,8 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the clock of this process forward, and the fake server's."""
     passed, now, wall = [0.0], clock.now, time.time
     monkeypatch.setattr(clock, "now", lambda: now() + passed[0])
-    monkeypatch.setattr(time, "time", lambda: wall() + passed[0])
+    for module, name in ((time, "time"), (doors, "wall")):
+        monkeypatch.setattr(module, name, lambda: wall() + passed[0])
 
     def go_on(seconds: float) -> None:
         passed[0] += seconds

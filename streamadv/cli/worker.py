@@ -9,7 +9,7 @@ from typing import Any
 from ..extras import TO_COMPUTE
 from ..plugins import function_of
 from ..trajectory.columns import KNOWN_COLUMNS
-from ..trajectory.names import check_names
+from ..trajectory.fields import check_names
 from . import add_import_option, add_process_options, settings_from
 from .parser import names
 

@@ -136,11 +136,8 @@ class Gateway:
         """Hand a rollout out: its slot stays open until `Access.end`, or the group's deadline."""
         return self._access(rollout.ticket, ttl_s, rollout)
 
-    def _access_by_ticket(self, ticket: Ticket, ttl_s: float = KEY_S) -> Access:
-        """The same for a ticket, in a process that has no producer."""
-        return self._access(ticket, ttl_s, None)
-
-    def _access(self, ticket: Ticket, ttl_s: float, rollout: BaseRollout | None) -> Access:
+    def _access(self, ticket: Ticket, ttl_s: float = KEY_S, rollout: BaseRollout | None = None) -> Access:
+        """Without its rollout in a process that has no producer."""
         ticket.hand_out()
         place = f"{self.url}/g/{quote(ticket.group_id, safe='')}/{ticket.rollout_index}/v1"
         turn, end = (self._keys.sign(purpose, self._run, ticket, ttl_s) for purpose in ("turn", "end"))

@@ -18,9 +18,8 @@ from .dialects import Dialect
 from .engines import Engines
 from .joining import chains, following
 from .live import Live, without_ids
-from .options import Options
+from .options import Options, of_the_run
 from .refusals import RefusedError, bad_request, unavailable
-from .sampling import of_the_run
 from .sessions import Session, Sessions
 from .tokens import Sampled, TokenMode
 from .turns import Turn
@@ -68,7 +67,13 @@ class Turns:
         session.asking += 1
         session.cut_at = None
         try:
-            answer = await self._recorded(session, asked.digest) if asked.is_retry else None
+            answer = None
+            if (
+                asked.is_retry
+            ):  # what it got before: from here, from another gateway, or after its client had gone
+                await self._sessions.refresh(session)
+                before = (turn.answer for turn in reversed(session.turns) if turn.digest == asked.digest)
+                answer = next(before, None)
             answer = answer or await self._make(session, asked, live)
             answered.set_result(answer)
             session.cut_at = None  # whoever hears this is there
@@ -83,19 +88,14 @@ class Turns:
             if session.under_way.get(asked.digest) is answered:
                 del session.under_way[asked.digest]
 
-    async def _recorded(self, session: Session, digest: str) -> Mapping[str, Any] | None:
-        """What a request of this digest got before: from here, from another gateway, or after its client had gone."""
-        await self._sessions.refresh(session)
-        return next((turn.answer for turn in reversed(session.turns) if turn.digest == digest), None)
-
     async def _make(self, session: Session, asked: Asked, live: Live | None) -> Mapping[str, Any]:
         since = tracing.now()
-        engine = await self._engines.know(session)
+        engine, mode = await self._engines.know(session), self._options.mode
         model = self._options.model or self._engines.model or "policy"
         request = of_the_run(_read(asked), self._options, model)
         messages = request.get("messages")
         at = chains(messages, request.get("tools"), asked.agent) if messages is not None else []
-        takes_tokens = live is None and self._tokens.is_used(engine)
+        takes_tokens = live is None and (mode == "tokens" or (mode == "auto" and engine.renders))
         # How many messages there are up to the last one of the assistant, and with it; 0 if there is none.
         said = enumerate(messages or (), 1)
         answered = max((number for number, each in said if each.get("role") == "assistant"), default=0)
@@ -137,7 +137,10 @@ class Turns:
             # The engine's own answer, an object for each token, does not wait for the server.
             return Sampled(without_ids(sampled.answer, bool(asked.body.get("logprobs"))), sampled.choices)
         except SettingError as error:  # an answer without token ids, or with another number of log-probs
-            raise await self._lost(session, str(error)) from None
+            # Nothing is trained on that nobody knows the tokens of: the rollout fails.
+            await self._sessions.fail(session, "failed", one_line(str(error)))
+            text = f"rollout {session.name} has failed: {error}"
+            raise RefusedError(502, "lost_tokens", text) from None
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             text = f"the engine's answer has another form than a completion: {type(error).__name__} {error}"
             raise unavailable(one_line(text)) from None
@@ -167,11 +170,6 @@ class Turns:
             )
         choices = [from_openai(answer, version=version, choice=at) for at in range(len(answer["choices"]))]
         return Sampled(answer, choices)
-
-    async def _lost(self, session: Session, why: str) -> RefusedError:
-        """Nothing is trained on that nobody knows the tokens of: the rollout fails."""
-        await self._sessions.fail(session, "failed", one_line(why))
-        return RefusedError(502, "lost_tokens", f"rollout {session.name} has failed: {why}")
 
 
 def _check(sampled: Sampled, is_chat: bool) -> None:

@@ -96,7 +96,7 @@ class Engines:
         Raises RefusedError.
         """
         async with self._in_time(rollout):
-            return await self._ask(rollout, lambda engine: self._post(engine, rollout.name, path, body))
+            return await self._ask(rollout, path, body)
 
     async def stream(
         self,
@@ -110,9 +110,7 @@ class Engines:
         Only what fails before the first chunk is tried again. Raises RefusedError.
         """
         async with self._in_time(rollout):
-            answer, version = await self._ask(
-                rollout, lambda engine: self._begin(engine, rollout.name, path, body)
-            )
+            answer, version = await self._ask(rollout, path, body, is_streamed=True)
             try:
                 async for chunk in _chunks(answer):
                     await take(chunk)
@@ -131,7 +129,7 @@ class Engines:
             raise unavailable(f"no engine has answered within {self._answer_s:g} s") from None
 
     async def _ask(
-        self, rollout: Session, post: Callable[[Engine], Awaitable[tuple[int, Any]]]
+        self, rollout: Session, path: str, body: Mapping[str, Any], is_streamed: bool = False
     ) -> tuple[Any, int | None]:
         problem = ""
         for number in range(TRIES):
@@ -141,7 +139,7 @@ class Engines:
             engine.under_way += 1
             version = engine.version
             try:
-                status, answer = await post(engine)
+                status, answer = await self._post(engine, rollout.name, path, body, is_streamed)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 problem = f"{engine.url}: {type(error).__name__} {one_line(str(error))}"
                 self._rest(engine)
@@ -183,25 +181,17 @@ class Engines:
             )
         engine.down_until = clock.now() + BREAK_S
 
-    async def _post(self, engine: Engine, name: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Status and answer."""
-        async with await self._send(engine, name, path, body) as answer:
-            return answer.status, await _read(answer)
-
-    async def _begin(self, engine: Engine, name: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Status, and the answer under way, or a refusal whole."""
-        answer = await self._send(engine, name, path, body)
-        if answer.status < 400:
+    async def _post(
+        self, engine: Engine, name: str, path: str, body: Mapping[str, Any], is_streamed: bool = False
+    ) -> tuple[int, Any]:
+        """Status and answer. is_streamed: the answer under way, but a refusal whole."""
+        assert self._http is not None
+        headers = {"Content-Type": "application/json", "X-Session-ID": name}
+        answer = await self._http.post(engine.url + path, data=orjson.dumps(body), headers=headers)
+        if is_streamed and answer.status < 400:
             return answer.status, answer
         async with answer:
             return answer.status, await _read(answer)
-
-    async def _send(
-        self, engine: Engine, name: str, path: str, body: Mapping[str, Any]
-    ) -> aiohttp.ClientResponse:
-        assert self._http is not None
-        headers = {"Content-Type": "application/json", "X-Session-ID": name}
-        return await self._http.post(engine.url + path, data=orjson.dumps(body), headers=headers)
 
     async def command(self, engine: Engine, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Have an engine do something. Raises CommandError."""

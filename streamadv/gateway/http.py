@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import aiohttp
@@ -71,7 +72,7 @@ class Front:
         app = web.Application(middlewares=[self._answer_errors], client_max_size=self._options.max_body)
         for prefix in ("", _ROLLOUT, f"{_ROLLOUT}/a/{{agent}}"):
             for dialect in DIALECTS:
-                app.router.add_post(f"{prefix}/v1/{dialect.path}", self._turn_in(dialect))
+                app.router.add_post(f"{prefix}/v1/{dialect.path}", partial(self._turn, dialect))
             app.router.add_get(f"{prefix}/v1/models", self._models)
         app.router.add_post(f"{_ROLLOUT}/end", self._end)
         app.router.add_get(_ROLLOUT, self._show)
@@ -82,35 +83,34 @@ class Front:
         options: dict[str, Any] = {"handler_cancellation": True, "auto_decompress": False, "access_log": None}
         return web.AppRunner(app, shutdown_timeout=shutdown_s, **options)
 
-    def _turn_in(self, dialect: Dialect) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            self.under_way += 1
-            self.idle.clear()
-            try:
-                return await self._turn(request, dialect)
-            finally:
-                self.under_way -= 1
-                if not self.under_way:
-                    self.idle.set()
-
-        return handle
-
-    async def _turn(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
-        if self.is_stopping:
-            raise RefusedError(503, "stopping", "this gateway stops: ask again, another one goes on")
-        ticket = self._ticket(request, "turn")
-        raw = await _body(request)
-        body = _object(raw)
-        key = request.headers.get("Idempotency-Key", "")
-        retries = request.headers.get("x-stainless-retry-count", "0")
-        is_retry = bool(key) or bool(retries.strip("0"))
-        asked = Asked(dialect, body, digest_of(dialect, raw, key), is_retry, _agent(request))
-        session = await self.sessions.get(ticket)
-        if body.get("stream"):
-            return await self._stream(request, session, asked)
-        answer = await self._turns.answer(session, asked)
-        _count(dialect.name, "ok")
-        return _json(dialect.write(answer, body))
+    async def _turn(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self.under_way += 1
+        self.idle.clear()
+        try:
+            if self.is_stopping:
+                raise RefusedError(503, "stopping", "this gateway stops: ask again, another one goes on")
+            ticket = self._ticket(request, "turn")
+            raw = await _body(request)
+            body = _object(raw)
+            key = request.headers.get("Idempotency-Key", "")
+            retries = request.headers.get("x-stainless-retry-count", "0")
+            is_retry = bool(key) or bool(retries.strip("0"))
+            agent = request.match_info.get("agent") or request.headers.get("x-streamadv-agent")
+            if agent is not None and not _AGENT.fullmatch(agent):
+                raise bad_request(
+                    f"agent is {brief(agent)}: use letters, digits, '.', '_' and '-', at most 64"
+                )
+            asked = Asked(dialect, body, digest_of(dialect, raw, key), is_retry, agent)
+            session = await self.sessions.get(ticket)
+            if body.get("stream"):
+                return await self._stream(request, session, asked)
+            answer = await self._turns.answer(session, asked)
+            _count(dialect.name, "ok")
+            return _json(dialect.write(answer, body))
+        finally:
+            self.under_way -= 1
+            if not self.under_way:
+                self.idle.set()
 
     async def _stream(self, request: web.Request, session: Session, asked: Asked) -> web.StreamResponse:
         """The answer as events, the last of which leaves when it is kept; live, or else all of them then."""
@@ -155,9 +155,7 @@ class Front:
         return _json(await self.sessions.end(ticket, said))
 
     async def _show(self, request: web.Request) -> web.Response:
-        claim = self._claim(request)
-        ticket = self._ticket(request, claim.purpose)
-        session = await self.sessions.get(ticket)
+        session = await self.sessions.get(self._ticket(request, self._claim(request).purpose))
         episode = session.episode
         return _json(
             {
@@ -186,7 +184,7 @@ class Front:
         handing = Gateway(url, run=self._producer.run, keys=self._keys)
         rollouts = []
         for ticket in group.tickets:
-            access = handing._access_by_ticket(ticket)
+            access = handing._access(ticket)
             rollouts.append(
                 {
                     "index": ticket.rollout_index, "base_url": access.base_url, "api_key": access.api_key,
@@ -302,13 +300,6 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise bad_request("the body needs to be an object")
     return found
-
-
-def _agent(request: web.Request) -> str | None:
-    name = request.match_info.get("agent") or request.headers.get("x-streamadv-agent")
-    if name is not None and not _AGENT.fullmatch(name):
-        raise bad_request(f"agent is {brief(name)}: use letters, digits, '.', '_' and '-', at most 64")
-    return name
 
 
 def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

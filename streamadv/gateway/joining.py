@@ -10,18 +10,6 @@ from typing import Any
 import orjson
 
 
-def canonical(message: Mapping[str, Any]) -> list[Any]:
-    """What a message says: role, text, calls of tools with parsed arguments, and the call that it answers."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        calls.append([function.get("name"), arguments_of(function.get("arguments")), call.get("id")])
-    text = text_of(message.get("content"))
-    if message.get("role") == "assistant" and isinstance(text, str):
-        text = text.strip()  # clients do that
-    return [message.get("role"), text, calls, message.get("tool_call_id")]
-
-
 def arguments_of(written: Any) -> Any:
     """The arguments of a call, as an object whatever the policy has written."""
     value = written
@@ -51,8 +39,18 @@ def chains(messages: Sequence[Mapping[str, Any]], tools: Any, agent: str | None)
 
 
 def following(chain: str, message: Mapping[str, Any]) -> str:
-    """The digest of a conversation with one more message."""
-    return _digest(chain, canonical(message))
+    """The digest of a conversation with one more message.
+
+    Of what that says: role, text, calls of tools with parsed arguments, and the call that it answers.
+    """
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        calls.append([function.get("name"), arguments_of(function.get("arguments")), call.get("id")])
+    text = text_of(message.get("content"))
+    if message.get("role") == "assistant" and isinstance(text, str):
+        text = text.strip()  # clients do that
+    return _digest(chain, [message.get("role"), text, calls, message.get("tool_call_id")])
 
 
 def _digest(before: str, what: Any) -> str:

@@ -12,6 +12,7 @@ import os
 import struct
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, Self
@@ -119,7 +120,11 @@ def _mac(secret: bytes, body: bytes) -> bytes:
 def _packed(purpose: Purpose, run: str, ticket: Ticket | None, ends: float) -> bytes:
     if ticket is None:
         ticket = Ticket("", 0, 0, 0, 0, None)
-    group_id, is_uuid = _packed_id(ticket.group_id)
+    group_id, is_uuid = ticket.group_id.encode(), False
+    with suppress(ValueError):  # a UUID in its usual form takes 16 bytes
+        value = uuid.UUID(ticket.group_id)
+        if str(value) == ticket.group_id:
+            group_id, is_uuid = value.bytes, True
     version = _NO_VERSION if ticket.model_version is None else ticket.model_version
     counts = (ticket.rollout_index, ticket.group_size, ticket.slots, ticket.epoch, version)
     is_eval = ticket.role == "eval"
@@ -155,12 +160,3 @@ def _unpacked(body: bytes) -> tuple[Claim, float]:
         columns=columns,
     )  # fmt: skip
     return Claim(purpose, check_run_name(run.decode()), ticket), ends
-
-
-def _packed_id(group_id: str) -> tuple[bytes, bool]:
-    """A group's id in bytes, and whether it is a UUID in its usual form, which takes 16."""
-    try:
-        value = uuid.UUID(group_id)
-    except ValueError:
-        return group_id.encode(), False
-    return (value.bytes, True) if str(value) == group_id else (group_id.encode(), False)

@@ -66,24 +66,22 @@ class Loading:
             await engines.command(engine, "/update_weight_version", version)
             await engines.command(engine, "/resume")
         except (CommandError, SettingError, OSError) as error:
-            self._say(engine, weights, one_line(str(error)))
+            why = one_line(str(error))
+            if self._said.get(engine.url) != why:
+                self._said[engine.url] = why
+                logger.warning(
+                    "engine %s does not load version %d, tries again: %s; it needs vLLM 0.32, VLLM_SERVER_DEV_MODE=1 "
+                    "and a disk shared with the trainer",
+                    engine.url,
+                    weights.version,
+                    why,
+                    extra=log_fields("weights_not_loaded", role="gateway"),
+                )
             return
         self._has[engine.url], engine.version, engine.is_loaded = weights, weights.version, True
         self._said.pop(engine.url, None)
         fields = log_fields("weights_loaded", role="gateway")
         logger.info("engine %s has the weights of version %d", engine.url, weights.version, extra=fields)
-
-    def _say(self, engine: Engine, weights: Weights, why: str) -> None:
-        if self._said.get(engine.url) != why:
-            self._said[engine.url] = why
-            logger.warning(
-                "engine %s does not load version %d, tries again: %s; it needs vLLM 0.32, VLLM_SERVER_DEV_MODE=1 "
-                "and a disk shared with the trainer",
-                engine.url,
-                weights.version,
-                why,
-                extra=log_fields("weights_not_loaded", role="gateway"),
-            )
 
 
 @contextmanager

@@ -84,7 +84,12 @@ async def serve(
             await runner.setup()
             # An answer brings an object for each token, none is part of a cycle: looking through them costs a third.
             collect_rarely(50_000, 20, 50)
-            await _listen(runner, place, tls)
+            try:
+                await web.TCPSite(runner, place.host, place.port, ssl_context=tls).start()
+            except OSError as error:
+                raise SettingError(
+                    f"--host {place.host} --port {place.port}: {error.strerror}, give another one"
+                ) from None
             host, port = runner.addresses[0][:2]
             metrics.serve(settings.metrics_port, settings.run, settings.metrics_host)
             ready(f"{'http' if tls is None else 'https'}://{host_and_port(host, port)}")
@@ -94,15 +99,6 @@ async def serve(
             sweeping.cancel()
             await runner.cleanup()
             await engines.close()
-
-
-async def _listen(runner: web.AppRunner, place: Place, tls: ssl.SSLContext | None) -> None:
-    try:
-        await web.TCPSite(runner, place.host, place.port, ssl_context=tls).start()
-    except OSError as error:
-        raise SettingError(
-            f"--host {place.host} --port {place.port}: {error.strerror}, give another one"
-        ) from None
 
 
 async def _drain(front: Front) -> None:

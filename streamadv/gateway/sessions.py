@@ -67,7 +67,6 @@ class Session:
     seen: float = field(default_factory=clock.now)
     touched: float = -inf  # when its group's deadline was moved on
     cut_at: float | None = None  # a client has gone in the middle of an answer
-    is_lost: bool = False  # the server did not know its group
     over: str | None = None
 
     def add(self, turn: Turn, record: bytes) -> None:
@@ -147,7 +146,6 @@ class Sessions:
         reply = await self._waiting(self._store.read(session.ticket, len(session.kept)))
         if reply.state == "ended":
             raise self._has_ended(session)
-        session.is_lost = reply.state == "none"
         if reply.state == "turns":
             source, shared, *records = reply.rest
             said = json.loads(shared) if shared else {}
@@ -283,26 +281,26 @@ class Sessions:
 
     async def sweep(self) -> None:
         """Until it is cancelled: end what clients have left, keep slow turns open, forget what is idle."""
+        idle_s = self._options.idle_s
         while True:
             await asyncio.sleep(SWEEP_S)
             for session in list(self._open.values()):
+                now = clock.now()
                 try:
-                    await self._look_after(session)
+                    if session.asking:
+                        if now - session.touched > idle_s / 4:
+                            session.touched = now
+                            await self._producer.touch(session.ticket.group_id, idle_s)
+                    elif session.cut_at is not None and now - session.cut_at > self._options.grace_s:
+                        await self.fail(session, "aborted", "its client went away in the middle of an answer")
+                    elif (
+                        now - session.seen > idle_s
+                    ):  # the group's deadline ends it, if no other gateway plays it
+                        self._open.pop(session.name, None)
+                        self._release(session)
                 except Exception as error:
                     fields = log_fields("rollout_not_looked_after", role="gateway")
                     logger.warning("rollout %s: %s", session.name, error, extra=fields)
-
-    async def _look_after(self, session: Session) -> None:
-        now, idle_s = clock.now(), self._options.idle_s
-        if session.asking:
-            if now - session.touched > idle_s / 4:
-                session.touched = now
-                await self._producer.touch(session.ticket.group_id, idle_s)
-        elif session.cut_at is not None and now - session.cut_at > self._options.grace_s:
-            await self.fail(session, "aborted", "its client went away in the middle of an answer")
-        elif now - session.seen > idle_s:  # the group's deadline ends it, unless another gateway plays it
-            self._open.pop(session.name, None)
-            self._release(session)
 
 
 def _record(episode: Episode, said: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..integrations.engines import Completion
-from .engines import Engine, Engines
+from .engines import Engines
 from .joining import text_of
 from .options import Options
 from .refusals import RefusedError
@@ -36,10 +36,6 @@ class TokenMode:
 
     def __init__(self, engines: Engines, options: Options) -> None:
         self._engines, self._options = engines, options
-
-    def is_used(self, engine: Engine) -> bool:
-        mode = self._options.mode
-        return mode == "tokens" or (mode == "auto" and engine.renders)
 
     async def sample(self, session: Session, request: dict[str, Any], at: Sequence[str]) -> Sampled:
         """at: digests of the request's conversation, see `joining.chains`. Raises RefusedError, SettingError."""

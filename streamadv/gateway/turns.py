@@ -76,33 +76,29 @@ def pack(turn: Turn, episode: Episode) -> bytes:
 
 def unpack(data: bytes, episode: Episode) -> Turn:
     """The turn that `pack` packed. episode: of the turns before. Raises WireError."""
-    try:
-        return _unpack(data, episode)
-    except (ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
-        raise WireError(f"a turn of the rollout cannot be read: {type(error).__name__} {error}") from None
-
-
-def _unpack(data: bytes, episode: Episode) -> Turn:
     reader = BytesIO(data)
-    (length,) = _LENGTH.unpack(reader.read(_LENGTH.size))
-    head = json.loads(reader.read(length))
 
     def numbers(kind: str, count: int) -> list[Any]:
         found: list[Any] = np.frombuffer(reader.read(4 * count), kind, count).tolist()
         return found
 
-    before = [] if head["row"] is None else episode.rows[head["row"]][: head["kept"]]
-    prompt = before + numbers("<i4", head["prompt"])
-    choices = []
-    for count, has_log_probs, finish_reason, version, spans in head["choices"]:
-        ids = numbers("<i4", count)
-        log_probs = numbers("<f4", count) if has_log_probs else None
-        versions = None if spans is None else [number for number, many in spans for _ in range(many)]
-        choices.append(Completion(prompt, ids, log_probs, finish_reason, version, versions=versions))
-    answer = json.loads(zlib.decompress(reader.read()))
-    return Turn(
-        choices, head["digest"], head["chains"], head["messages"], head["agent"], head["joins"], answer
-    )
+    try:
+        (length,) = _LENGTH.unpack(reader.read(_LENGTH.size))
+        head = json.loads(reader.read(length))
+        before = [] if head["row"] is None else episode.rows[head["row"]][: head["kept"]]
+        prompt = before + numbers("<i4", head["prompt"])
+        choices = []
+        for count, has_log_probs, finish_reason, version, spans in head["choices"]:
+            ids = numbers("<i4", count)
+            log_probs = numbers("<f4", count) if has_log_probs else None
+            versions = None if spans is None else [number for number, many in spans for _ in range(many)]
+            choices.append(Completion(prompt, ids, log_probs, finish_reason, version, versions=versions))
+        answer = json.loads(zlib.decompress(reader.read()))
+        return Turn(
+            choices, head["digest"], head["chains"], head["messages"], head["agent"], head["joins"], answer
+        )
+    except (ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
+        raise WireError(f"a turn of the rollout cannot be read: {type(error).__name__} {error}") from None
 
 
 def nearest_row(rows: Sequence[Sequence[int]], prompt: Sequence[int]) -> tuple[int | None, int]:

@@ -32,7 +32,7 @@ from ..settings import run_name
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, Outage, patiently
 from ..trajectory.members import references_of
-from ..trajectory.payload import payloads_of
+from ..trajectory.packet import payloads_of
 from .away import Away, Tries
 from .scores import AWAY, Score, ScoreError, ScoreFunction, ask, check_function, is_coroutine, rewards_of
 from .scoring_streams import (

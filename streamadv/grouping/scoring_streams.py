@@ -20,9 +20,8 @@ from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, read_packet
 from ..trajectory.columns import Array
 from ..trajectory.member_table import read_table
 from ..trajectory.members import Reference, StepSpan
-from ..trajectory.packet import StoredPacket
+from ..trajectory.packet import Payload, StoredPacket
 from ..trajectory.packet_encoding import encode_table, member_line
-from ..trajectory.payload import Payload
 from ..trajectory.schema import Role, Status
 
 

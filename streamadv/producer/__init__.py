@@ -3,12 +3,12 @@
 The steps of a producer are generators without I/O: they yield requests and receive replies. The blocking and the
 asyncio producer only carry the requests out. In reading order:
 
-- `base_producer.py`, `producer.py`, `async_producer.py`: the producers that users open. `requests.py`: the requests,
-  what the scripts answer, and the one place where a request is sent again.
-- `logic.py`: the parts of a producer, and its heartbeat. `membership.py`: its place in the run, and what it tells the
-  scripts of it.
-- `admission.py`: asks whether a group may begin. `announcements.py`: waits until the trainer makes room.
-  `prompted.py`: leases prompts and begins their groups.
+- `producer.py`, `async_producer.py`: the producers that users open. `requests.py`: the requests, what the scripts
+  answer, and the one place where a request is sent again.
+- `logic.py`: what both share: its parts, its heartbeat, and how a caller asks for a group. `membership.py`: its place
+  in the run, and what it tells the scripts of it.
+- `admission.py`: asks whether a group may begin, and waits until the trainer makes room. `prompted.py`: leases prompts
+  and begins their groups.
 - `tickets.py`: the right to push a rollout.
 - `base_group.py`, `group.py`, `async_group.py`: groups, their slots and rollouts. `failures.py`: why rollouts failed.
 - `records.py`: reads a plain record. `extra_columns.py`: extra columns, of a push and of a group. `push.py`:

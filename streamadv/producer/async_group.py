@@ -7,16 +7,14 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from .. import clock, tracing
 from ..errors import ProducerClosedError, SettingError, StreamadvError
 from ..store.retry import RETRYABLE
-from .base_group import BaseGroup, BaseRollout, Slots, awaited
+from .base_group import BaseGroup, BaseRollout, awaited
 from .failures import Outcome
 from .group import Group
-from .tickets import Ticket
 
 if TYPE_CHECKING:
     from .async_producer import AsyncProducer
@@ -33,22 +31,17 @@ class AsyncRollout(BaseRollout):
     """
 
     _producer: AsyncProducer
+    _player: asyncio.Task[Any] | None = None  # that is inside `async with rollout`
+    _left: asyncio.Event | None = None
     push = awaited(BaseRollout.push)  # type: ignore[assignment]
     fail = awaited(BaseRollout.fail)  # type: ignore[assignment]
-
-    def __init__(self, producer: AsyncProducer, slots: Slots, ticket: Ticket) -> None:
-        super().__init__(producer, slots, ticket)
-        self._player: asyncio.Task[Any] | None = None  # that is inside `async with rollout`
-        self._left: asyncio.Event | None = None
 
     async def __aenter__(self) -> Self:
         self._start()
         self._player, self._left = asyncio.current_task(), asyncio.Event()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         try:
             if error is not None and not self.ended:
                 ending = self._slots.end_after_error(self.rollout_index, error)
@@ -147,9 +140,7 @@ class AsyncGroup(BaseGroup[AsyncRollout]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         if isinstance(error, Exception):
             for rollout in self:
                 await rollout._until_left()

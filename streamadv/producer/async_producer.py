@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ..errors import RunEndedError, StreamadvError
@@ -13,13 +12,11 @@ from ..store.connection import AsyncConnection
 from ..store.replies import as_int
 from ..store.retry import RETRYABLE
 from ..store.scripts import run_script_async, run_transaction_async, server_ids_async
-from .admission import Ahead
-from .announcements import await_room_async
+from .admission import Ahead, await_room_async
 from .async_group import AsyncGroup, AsyncRollout
 from .base_group import Slots, awaited
-from .base_producer import BaseProducer
 from .extra_columns import ColumnsPush
-from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
+from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, BaseProducer, ProducerLogic
 from .producer import Producer
 from .prompted import PromptedGroups
 from .requests import AdmissionPause, Attempt, Memory, Pause, Push, ServerIds, Steps, T, attempts
@@ -226,7 +223,5 @@ class BeginGroup(Coroutine[Any, Any, AsyncGroup]):
         self._group = await self._admitting
         return await self._group.__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         await self._group.__aexit__(kind, error, tb)

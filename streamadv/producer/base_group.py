@@ -84,11 +84,6 @@ class Slots:
             for index in self.indices
         ]
 
-    @cached_property
-    def _of_any_slot(self) -> Ticket:
-        """What all rollouts of the group share; a group of one slot leaves no choice."""
-        return self.ticket if self.ticket.slots == 1 else replace(self.ticket, rollout_index=ANY_SLOT)
-
     @property
     def free(self) -> list[int]:
         """Slots that nobody plays."""
@@ -110,7 +105,8 @@ class Slots:
         self, records: Sequence[Trajectory | Mapping[str, Any]], ticket: Ticket | None = None
     ) -> Steps[PushResult]:
         """Push rollouts of the group; `ticket` fills in what a record leaves out. Without it each names its slot."""
-        ticket = ticket or self._of_any_slot
+        if ticket is None:  # a group of one slot leaves no choice
+            ticket = self.ticket if self.ticket.slots == 1 else replace(self.ticket, rollout_index=ANY_SLOT)
         checked = read_by_hand(records, ticket)
         if checked is None:
             checked = [Checked.of(one) for one in check_records(records, ticket)]
@@ -155,28 +151,25 @@ class Slots:
         if (count is None) == (indices is None):
             raise SettingError("cancel: give either count or indices")
         if count is not None:
-            return (yield from self._cancel_count(count))
+            count, free = whole_number("cancel: count", count), self.free
+            if count > len(free):
+                raise TrajectoryError(
+                    f"cancel: count is {count}, of group {self.ticket.group_id} {len(free)} rollouts are neither "
+                    f"started, handed out nor ended: name those that will not come with indices=[...]"
+                )
+            if not count:
+                return PushResult([])
+            result = yield from self.logic.pushes.cancel(self.spec, count, free)
+            self.ended.update(result.indices)
+            self.cancelled.update(result.indices)
+            self.failures.update(dict.fromkeys(result.indices, CANCELLED))
+            return result
         asked = list(dict.fromkeys(() if indices is None else indices))
         for index in asked:
             if not isinstance(index, Integral) or isinstance(index, bool) or index not in self.indices:
                 raise TrajectoryError(f"cancel: group {self.ticket.group_id} has no rollout {brief(index)}")
         result = yield from self.end(list(map(int, asked)), CANCELLED, note=False)
         self.cancelled.update(result.indices)
-        return result
-
-    def _cancel_count(self, count: int) -> Steps[PushResult]:
-        count, free = whole_number("cancel: count", count), self.free
-        if count > len(free):
-            raise TrajectoryError(
-                f"cancel: count is {count}, of group {self.ticket.group_id} {len(free)} rollouts are neither "
-                f"started, handed out nor ended: name those that will not come with indices=[...]"
-            )
-        if not count:
-            return PushResult([])
-        result = yield from self.logic.pushes.cancel(self.spec, count, free)
-        self.ended.update(result.indices)
-        self.cancelled.update(result.indices)
-        self.failures.update(dict.fromkeys(result.indices, CANCELLED))
         return result
 
     def end_block(self, error: BaseException | None) -> Steps[PushResult]:
@@ -342,6 +335,7 @@ class BaseGroup(Generic[R]):
         """ticket: the first one of a group that has just been begun."""
         self._producer = producer
         self._slots = Slots(producer._logic, ticket, range(ticket.slots))
+        self._rollouts: list[R] = []
         self.group_id = ticket.group_id
         self.size = ticket.group_size
         self.model_version = ticket.model_version
@@ -367,11 +361,10 @@ class BaseGroup(Generic[R]):
         """Why rollouts failed or were cancelled here: rollout_index -> one line."""
         return self._slots.failures
 
-    @cached_property
-    def _rollouts(self) -> list[R]:
-        return [self._make_rollout(self._producer, self._slots, ticket) for ticket in self._slots.tickets]
-
     def __iter__(self) -> Iterator[R]:
+        if not self._rollouts:
+            tickets = self._slots.tickets
+            self._rollouts = [self._make_rollout(self._producer, self._slots, ticket) for ticket in tickets]
         return iter(self._rollouts)
 
     def __len__(self) -> int:

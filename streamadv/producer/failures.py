@@ -90,7 +90,9 @@ class Failures:
         for error in errors:
             if isinstance(error, StreamadvError) and not isinstance(error, TrajectoryError):
                 return error
-        faults = {_fault_of(error) for error in errors}
+        faults = {
+            (type(error), place_of(error)) if isinstance(error, Exception) else None for error in errors
+        }
         fault = faults.pop() if len(faults) == 1 else None
         if len(errors) > 1:
             return None if fault is None else errors[0]
@@ -105,7 +107,3 @@ class Failures:
 
 #: Type of an exception, and the user's line of code that it comes from.
 _Fault = tuple[type, str]
-
-
-def _fault_of(error: BaseException | None) -> _Fault | None:
-    return (type(error), place_of(error)) if isinstance(error, Exception) else None

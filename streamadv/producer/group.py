@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from .. import clock, doors, tracing
@@ -48,9 +47,7 @@ class Rollout(BaseRollout):
         self._start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         if error is not None and not self.ended:
             with suppress(ProducerClosedError):
                 self._producer._drive(self._slots.end_after_error(self.rollout_index, error))
@@ -153,9 +150,7 @@ class Group(BaseGroup[Rollout]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         with nullcontext() if error is None else suppress(ProducerClosedError):
             self._producer._drive(self._slots.end_block(error))
 

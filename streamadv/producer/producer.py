@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from .. import doors
@@ -18,12 +17,10 @@ from ..store.replies import as_int
 from ..store.retry import RETRYABLE
 from ..store.scripts import ScriptCall, run_script, run_transaction, server_ids
 from ..trajectory.schema import Trajectory
-from .admission import Ahead
-from .announcements import await_room
+from .admission import Ahead, await_room
 from .base_group import Slots
-from .base_producer import BaseProducer
 from .group import Group, Rollout
-from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, ProducerLogic
+from .logic import CLOSE_S, HEARTBEAT_ERRORS, LEAVE_S, BaseProducer, ProducerLogic
 from .membership import Weights
 from .prompted import PromptedGroups
 from .requests import AdmissionPause, Attempt, Memory, Pause, ServerIds, Steps, T, attempts
@@ -287,9 +284,7 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         self.close()
 
     async def __aenter__(self) -> AsyncProducer:
@@ -298,7 +293,5 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         self._async_producer = await AsyncProducer(AsyncConnection(self._connection.url), self._logic).open()
         return self._async_producer
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         await self._async_producer.close()

@@ -16,12 +16,12 @@ from ..store.replies import as_count, as_text
 from ..store.scripts import ScriptCall
 from ..store.waiting import Blocked, Wait
 from .admission import BeginCall
-from .logic import ProducerLogic
 from .requests import STAGE, GroupCall, Pause, Steps
-from .tickets import GroupRequest, GroupSpec, Ticket
+from .tickets import GroupRequest, GroupSpec, Ticket, check_group
 
 if TYPE_CHECKING:
     from .base_group import BaseGroup, Slots
+    from .logic import ProducerLogic
 
 G = TypeVar("G", bound="BaseGroup[Any]")
 
@@ -84,7 +84,8 @@ class PromptedGroups:
             if self._spec is None:
                 numbers = {"prompt": index, "epoch": epoch}
                 metadata = {**(self._request.metadata or {}), **numbers}
-                self._spec = self._logic.admission.check(self._request._replace(metadata=metadata))
+                redundancy = self._logic.membership.manifest.redundancy
+                self._spec = check_group(self._request._replace(metadata=metadata), redundancy)
             spec = self._spec._replace(
                 group_id=self._prompts.set.id_of(place, leased.number),
                 data_source=name or None,
@@ -94,7 +95,7 @@ class PromptedGroups:
                 self._admitting = leased
                 prompt = self._prompts.item(source, index)  # it may raise: before the group is begun
                 call = BeginCall()
-                [ticket] = yield from self._logic.admission.admit(spec, self._request.timeout, call)
+                [ticket] = yield from self._logic.admission.begin(spec, self._request.timeout, call)
             except GroupEndedError:  # somebody has played it: its end is under way
                 yield note_ended(self._home, self._prompts.set.name, [leased])
                 self._forget([leased])
@@ -182,10 +183,15 @@ class PromptedGroups:
                 self._wait.over()
                 entry = as_text(reply[1])
                 self._leases += tuple(Lease(as_text(item), entry) for item in reply[2:])
-                if self._prompts.set.skip_solved and state == b"leased":
-                    yield from self._skip()
+                if self._prompts.set.skip_solved and state == b"leased":  # what was solved in the last epochs
+                    leases = self._leases
+                    skipped: list[int] = yield skip(self._home, self._prompts.set, leases)
+                    self._forget([one for one, is_skipped in zip(leases, skipped, strict=True) if is_skipped])
             elif state == b"select":
-                yield from self._select(as_count(reply[1]))
+                # The user's function says shares, which the run notes unless another producer was first.
+                ends = yield from read_ends(membership.manifest.keys)
+                weights = self._prompts._weights_for(by_source(self._prompts.set, ends))
+                yield select(self._home, self._prompts.set, as_count(reply[1]), weights)
             elif state == b"some":
                 yield from membership.reopen()
             elif state == b"over" or membership.has_run_ended:
@@ -208,18 +214,6 @@ class PromptedGroups:
             return lease(self._home, self._prompts.set, mode, nonce, self._logic.membership.owner)
 
         return GroupCall(make)
-
-    def _skip(self) -> Steps[None]:
-        """Leave out what was solved in the last epochs."""
-        leases = self._leases
-        skipped: list[int] = yield skip(self._home, self._prompts.set, leases)
-        self._forget([lease for lease, is_skipped in zip(leases, skipped, strict=True) if is_skipped])
-
-    def _select(self, period: int) -> Steps[None]:
-        """Ask the user's function for shares, which the run notes unless another producer was first."""
-        ends = yield from read_ends(self._logic.membership.manifest.keys)
-        weights = self._prompts._weights_for(by_source(self._prompts.set, ends))
-        yield select(self._home, self._prompts.set, period, weights)
 
     def _pause(self, left: int) -> Steps[None]:
         """Wait for what was begun to end: it is played again, or the trainer commits it."""

@@ -18,7 +18,7 @@ from ..store.waiting import Blocked, Wait
 from ..trajectory.members import STATUSES, Checked
 from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory
-from .admission import Admission
+from .admission import ADMISSION_WAIT_S, Admission
 from .extra_columns import ColumnsPush, GroupColumns, conform, kinds_of, read_columns
 from .membership import SPEC_ARGS, Membership
 from .records import check_one_group, check_roles
@@ -35,7 +35,6 @@ from .requests import (
     busy_error,
     check_group_reply,
     is_over_share,
-    load_of,
     refusal,
     slices,
 )
@@ -52,7 +51,7 @@ class Pushes:
         self._admission = admission
         self._resend = resend
         self._again = self._send_again  # one object for all that is kept
-        self._columns_again = self._send_columns_again
+        self._columns = self._send_columns  # likewise
 
     def push_trajectories(self, trajectories: Sequence[Trajectory]) -> Steps[PushResult]:
         """Push trajectories of one group.
@@ -72,7 +71,7 @@ class Pushes:
         packets = yield from self.encode(checked)
         highest = max([trajectory.rollout_index for trajectory in trajectories])
         if highest < slots:
-            budget = self._admission.budget_for_new(spec.group_id)
+            budget = self._admission.budget_for_new(self._membership.shard_of(spec.group_id))
             return (yield from self.send(spec, packets, budget=budget))
         try:  # its group may have been begun with more slots
             return (yield from self.send(spec, packets, budget=NO_ROOM))
@@ -114,7 +113,7 @@ class Pushes:
         Raises Busy after it, and what `push_trajectories` raises, once all others are pushed.
         """
         check_number("timeout", timeout, "seconds", zero=True, or_none=True)
-        wait = self._admission.admission_wait(timeout)
+        wait = Wait(self._admission.not_admitted, timeout=timeout, base=ADMISSION_WAIT_S)
         outcomes: dict[int, PushResult | StreamadvError] = {}
         missing: Sequence[int] = range(len(groups))
         has_waited = False
@@ -143,25 +142,25 @@ class Pushes:
 
     def bring_columns(self, ticket: Ticket, columns: GroupColumns) -> Steps[PushResult]:
         """Store the columns of the group that has just been begun."""
-        shard, spec = self._membership.shard_of(ticket.group_id), GroupSpec.of(ticket)
+        shard, what = self._membership.shard_of(ticket.group_id), (GroupSpec.of(ticket)[:-1], tuple(columns))
         server_id = self._resend.servers.get(shard)
-        result = yield from self._send_columns(spec, columns, waits=True)
-        self._resend.remember(shard, server_id, columns.size, self._columns_again, spec[:-1], tuple(columns))
+        result = yield from self._send_columns(*what, waits=True)
+        self._resend.remember(shard, server_id, columns.size, self._columns, *what)
         return result
 
-    def _send_columns_again(self, spec: tuple[Any, ...], columns: tuple[Any, ...]) -> Steps[PushResult]:
-        return self._send_columns(GroupSpec(*spec), GroupColumns(*columns))
-
-    def _send_columns(self, spec: GroupSpec, columns: GroupColumns, waits: bool = False) -> Steps[PushResult]:
-        """Raises Busy, TrajectoryError."""
-        keys = self._membership.keys_of(spec.group_id)
+    def _send_columns(
+        self, spec: tuple[Any, ...], columns: tuple[Any, ...], waits: bool = False
+    ) -> Steps[PushResult]:
+        """spec, columns: values of a GroupSpec and GroupColumns. Raises Busy, TrajectoryError."""
+        group = GroupSpec(*spec)
+        keys = self._membership.keys_of(group.group_id)
 
         def attempt(arguments: list[Any]) -> ColumnsPush:
-            return ColumnsPush(keys, tuple(arguments), columns)
+            return ColumnsPush(keys, tuple(arguments), GroupColumns(*columns))
 
         code = b"lost"
         while code == b"lost":
-            reply = yield from self.call_group_script(spec, attempt, waits=waits)
+            reply = yield from self.call_group_script(group, attempt, waits=waits)
             code = reply[-1]
         return PushResult([code.decode()])
 
@@ -200,7 +199,8 @@ class Pushes:
                 metrics.succeeded(STAGE)
                 codes += [reply[1].decode() if has_ended else "pushed"] * part
         finally:  # sent again are these slots: others may be free by then
-            for packets in slices(ended_packets(sorted(cancelled), "cancelled", spec.role), load_of):
+            ended = ended_packets(sorted(cancelled), "cancelled", spec.role)
+            for packets in slices(ended, lambda packet: [packet]):
                 kept = tuple([(*packet[:5], ()) for packet in packets])
                 self._resend.remember(shard, server_id, 0, self._again, spec[:-1], kept, 0)
         return PushResult(codes, cancelled)
@@ -245,7 +245,7 @@ class Pushes:
             all_keys = membership.manifest.keys
             shard = all_keys.shard_of(spec.group_id)
             keys = all_keys.shards[shard]
-            for part in slices(packets, load_of):
+            for part in slices(packets, lambda packet: [packet]):
                 server_id = self._resend.servers.get(shard)
                 codes |= yield from self._send(keys, spec, part, epoch, budget, waits=budget is None)
                 size = sum([packet.size + len(packet.table) for packet in part])
@@ -288,6 +288,10 @@ class Pushes:
 
         while waiting:
             reply = yield from self.call_group_script(spec, attempt, budget, waits=waits)
+            if len(reply) == 1:  # without codes: all are pushed
+                for packet in waiting:
+                    codes |= dict.fromkeys(packet.positions, "pushed")
+                break
             waiting = unregistered(waiting, reply, codes)
         metrics.succeeded(STAGE)
         if refused := [position for position, code in codes.items() if code == "range"]:
@@ -351,17 +355,12 @@ class Pushes:
 def unregistered(packets: Sequence[Packet], reply: Reply, codes: dict[int, str]) -> list[Packet]:
     """What has to be sent once more, given the reply `ok` of `push` to a group's packets.
 
-    The reply says of each member, in the order of sending: pushed (all, where it has no codes), duplicate, surplus,
-    late or range, which is added to `codes`, by position. Or `again`: the server refuses a packet whole if another
-    member is a duplicate, or part of its payload would belong to nobody; these members go without it. Or `lost`: the
-    payload ended before the script saw it, by its time to live.
+    The reply says of each member, in the order of sending: pushed, duplicate, surplus, late or range, which is added to
+    `codes`, by position. Or `again`: the server refuses a packet whole if another member is a duplicate, or part of its
+    payload would belong to nobody; these members go without it. Or `lost`: the payload ended before the script saw it,
+    by its time to live.
     """
-    if len(reply) == 1:
-        for packet in packets:
-            codes |= dict.fromkeys(packet.positions, "pushed")
-        return []
-    replied = [code.decode() for code in reply[1:]]
-    waiting, rest = [], iter(replied)
+    waiting, rest = [], iter([code.decode() for code in reply[1:]])
     for packet in packets:
         of_packet = list(islice(rest, len(packet.indices)))
         chosen = [member for member, code in enumerate(of_packet) if code in ("again", "lost")]

@@ -23,9 +23,8 @@ from ..trajectory.columns import (
     check_values,
     unchecked_array,
 )
-from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, is_plain
+from ..trajectory.fields import MAX_SHORT_TEXT, MAX_VERSION, check_names, is_plain
 from ..trajectory.members import Checked, CheckedRow, StepSpan
-from ..trajectory.names import check_names
 from ..trajectory.schema import (
     MAX_REWARDS,
     MAX_ROWS,

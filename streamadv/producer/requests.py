@@ -28,7 +28,7 @@ from .extra_columns import ColumnsPush
 from .tickets import GroupSpec
 
 if TYPE_CHECKING:
-    from .announcements import Place
+    from .admission import Place
     from .membership import Membership
 
 Item = TypeVar("Item")
@@ -39,19 +39,6 @@ STAGE: Final = "producer"
 MAX_SLICE_PACKETS: Final = 64
 MAX_SLICE_MEMBERS: Final = 128
 MAX_SLICE_BYTES: Final = 4 << 20
-
-
-class Load(NamedTuple):
-    """What one call brings."""
-
-    packets: int
-    members: int
-    size: int  # bytes of payloads and member tables
-
-
-def load_of(packet: Packet) -> Load:
-    """Of one packet."""
-    return Load(1, len(packet.indices), packet.size + len(packet.table))
 
 
 class GroupPush(NamedTuple):
@@ -80,10 +67,8 @@ class Push(NamedTuple):
         return self.keys, self.scorer, self.limits
 
     @property
-    def load(self) -> Load:
-        """Of all its packets."""
-        loads = [load_of(packet) for group in self.groups for packet in group.packets]
-        return Load(*map(sum, zip(*loads, strict=True)))
+    def packets(self) -> list[Packet]:
+        return [packet for group in self.groups for packet in group.packets]
 
     def transaction(self) -> tuple[Payloads, ScriptCall]:
         """The payloads and the call that registers them. Never to be sent twice."""
@@ -231,24 +216,25 @@ def _indices(packets: Sequence[Packet]) -> Iterator[int]:
     return chain.from_iterable([packet.indices for packet in packets])
 
 
-def slices(items: Iterable[Item], load: Callable[[Item], Load]) -> list[list[Item]]:
-    """All items in parts that one call may bring."""
+def slices(items: Iterable[Item], packets_of: Callable[[Item], Sequence[Packet]]) -> list[list[Item]]:
+    """All items in parts that one call may bring. packets_of: of an item."""
     queue = deque(items)
     if len(queue) == 1:
         return [list(queue)]
     parts = []
     while queue:
-        parts.append(take_slice(queue, load))
+        parts.append(take_slice(queue, packets_of))
     return parts
 
 
-def take_slice(queue: deque[Item], load: Callable[[Item], Load]) -> list[Item]:
+def take_slice(queue: deque[Item], packets_of: Callable[[Item], Sequence[Packet]]) -> list[Item]:
     """Remove the first items, as much as the MAX_SLICE constants allow; one item may exceed them."""
     taken: list[Item] = []
     packets = members = size = 0
     while queue:
-        more = load(queue[0])
-        packets, members, size = packets + more.packets, members + more.members, size + more.size
+        for packet in packets_of(queue[0]):
+            packets, members = packets + 1, members + len(packet.indices)
+            size += packet.size + len(packet.table)
         if taken and (packets > MAX_SLICE_PACKETS or members > MAX_SLICE_MEMBERS or size > MAX_SLICE_BYTES):
             break
         taken.append(queue.popleft())

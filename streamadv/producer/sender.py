@@ -59,7 +59,7 @@ class Sender:
     def _flush(self, lane: _Lane) -> None:
         lane.is_scheduled = False
         while lane.queue and lane.under_way < MAX_UNDER_WAY:
-            part = take_slice(lane.queue, lambda item: item[0].load)
+            part = take_slice(lane.queue, lambda item: item[0].packets)
             lane.under_way += 1
             task = asyncio.create_task(self._send([item for item in part if not item[1].done()]))
             self._tasks.add(task)
@@ -117,7 +117,7 @@ def together(pushes: Sequence[Steps[T]]) -> Steps[list[T | StreamadvError]]:
             else:
                 outcomes[number] = step.outcome
         for lane in lanes.values():
-            for part in slices(lane, lambda waiting: waiting.push.load):
+            for part in slices(lane, lambda waiting: waiting.push.packets):
                 replies = yield from _ask(part)
                 for (number, *_), reply in zip(part, replies, strict=True):
                     ended = yield from _advance(pushes[number], reply)

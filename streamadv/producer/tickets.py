@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 
 from pydantic import AfterValidator, TypeAdapter
 
@@ -27,20 +27,8 @@ GROUP_ROLES: Final = (str(Role.TRAIN), str(Role.EVAL))
 ANY_SLOT: Final = -1
 
 
-class _Watched:
-    """Something whose owner wants to know when it leaves the process; no field, so that copies are equal."""
-
-    __slots__ = ("_watch",)
-    _watch: set[int]
-
-    def watched_by(self, watch: set[int]) -> Self:
-        """This one, which puts its rollout_index into `watch` when it is handed out."""
-        object.__setattr__(self, "_watch", watch)
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket(_Watched):
+@dataclass(frozen=True)
+class Ticket:
     """The right to push one rollout of an admitted group, from any process: `to_json` and `from_json`."""
 
     group_id: GroupId
@@ -62,6 +50,12 @@ class Ticket(_Watched):
     """Of an evaluation group: the round it is part of."""
     columns: int = 0
     """Bytes of the group's own columns; 0 = it has none."""
+    _watch: ClassVar[set[int] | None] = None  # no field, so that copies are equal
+
+    def watched_by(self, watch: set[int]) -> Self:
+        """This one, which puts its rollout_index into `watch` when it is handed out."""
+        object.__setattr__(self, "_watch", watch)
+        return self
 
     def to_json(self) -> str:
         """One line of JSON, for `from_json` in the process that plays the rollout."""
@@ -78,9 +72,8 @@ class Ticket(_Watched):
 
     def hand_out(self) -> None:
         """Say that somebody else plays this rollout, as `to_json` and pickling do."""
-        watch: set[int] | None = getattr(self, "_watch", None)
-        if watch is not None:
-            watch.add(self.rollout_index)
+        if self._watch is not None:
+            self._watch.add(self.rollout_index)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ticket:
@@ -190,12 +183,18 @@ class GroupRequest(NamedTuple):
 
 
 def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
-    """What all rollouts of a group share.
+    """What all rollouts of a group share. redundancy: the run's.
 
     Raises TrajectoryError for whatever a push to the group would raise it for, SettingError for a wrong deadline_s or
     timeout.
     """
     size = whole_number("group_size", request.size, 1, MAX_GROUP_SIZE, error=TrajectoryError)
+    if request.redundancy is not None:
+        redundancy = request.redundancy
+    elif (
+        request.role == Role.EVAL
+    ):  # every rollout of an evaluation counts, unless the caller wants spare ones
+        redundancy = 0
     redundancy = whole_number("redundancy", redundancy, 0, MAX_GROUP_SIZE, error=TrajectoryError)
     if request.role not in GROUP_ROLES:
         raise TrajectoryError(f"group: role is {brief(request.role)}, needs one of {', '.join(GROUP_ROLES)}")
@@ -209,15 +208,13 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
         is_plain_id
         and (source is None or is_source)
         and type(metadata) is dict
-        and is_plain(metadata, depth=1)
+        and (not metadata or is_plain(metadata, depth=1))
     ):
         metadata = dict(metadata)
     else:
-        fields = {"group_id": group_id, "data_source": source, "metadata": metadata}
-        fields |= {"role": request.role, "round": request.round}
-        shared = parse_trajectory(
-            {**fields, "group_size": size, "rollout_index": 0, "status": "failed"}, "group"
-        )
+        told = {"group_id": group_id, "data_source": source, "metadata": metadata, "round": request.round}
+        rest = {"role": request.role, "group_size": size, "rollout_index": 0, "status": "failed"}
+        shared = parse_trajectory({**told, **rest}, "group")
         group_id, source, metadata = shared.group_id, shared.data_source, shared.metadata
     if metadata and len(json.dumps(metadata)) > MAX_METADATA_BYTES:
         raise TrajectoryError(f"group: metadata: more than {MAX_METADATA_BYTES} bytes: use an extra column")

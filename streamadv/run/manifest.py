@@ -31,8 +31,7 @@ from ..messages import brief, first_problem, unknown_field
 from ..store.keys import EntryKeys, RunKeys, check_run_name, find_salt
 from ..store.scripts import ScriptCall, script_call
 from ..trajectory.fields import ShortText
-from ..trajectory.packet import REWARD
-from ..trajectory.payload import SCHEMA_VERSION
+from ..trajectory.packet import REWARD, SCHEMA_VERSION
 from ..trajectory.schema import MAX_GROUP_SIZE
 from ..units import size_or_other
 

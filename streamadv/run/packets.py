@@ -16,8 +16,14 @@ from ..messages import brief
 from ..store.keys import ShardKeys
 from ..store.replies import read_hashes
 from ..trajectory.columns import HEADER, KNOWN_COLUMNS, Array
-from ..trajectory.packet import MAX_PACKET_MEMBERS, StoredPacket, check_column, decode_column, decode_entries
-from ..trajectory.payload import parse_header
+from ..trajectory.packet import (
+    MAX_PACKET_MEMBERS,
+    StoredPacket,
+    check_column,
+    decode_column,
+    decode_entries,
+    parse_header,
+)
 from ..trajectory.schema import MAX_GROUP_SIZE, Role
 from .run import Run
 

@@ -17,7 +17,7 @@ from ..settings import redis_url, run_name
 from ..store.connection import Connection
 from ..trajectory.columns import KNOWN_COLUMNS, LOG_PROBS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import Reference, offsets
-from ..trajectory.payload import payload_trajectory, payloads_of
+from ..trajectory.packet import payload_trajectory, payloads_of
 from ..trajectory.schema import Trajectory
 from .seen import PLACES, SeenGroup, Where, read_groups_at
 from .why import why

@@ -23,7 +23,7 @@ from ..metrics import importance_weights
 from ..run import Run
 from ..trajectory.columns import OUTPUT_COLUMNS
 from ..trajectory.members import offsets, spans
-from ..trajectory.payload import payloads_of
+from ..trajectory.packet import payloads_of
 from ..trajectory.schema import TOKEN_COLUMNS
 from .fetch import FetchedShare, Problems, fetch_outputs
 from .late_columns import LateColumn, keep_late, make_late_columns

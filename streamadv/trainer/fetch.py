@@ -42,9 +42,9 @@ from ..trajectory.packet import (
     check_column,
     column_kind,
     decode_column,
+    parse_header,
     sized,
 )
-from ..trajectory.payload import parse_header
 from .plan import Rank, Share, share_of
 
 logger = logging.getLogger(__name__)

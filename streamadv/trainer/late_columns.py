@@ -19,8 +19,8 @@ from ..run import Run
 from ..run.kept import LATE_OF, Numbers, is_kept, pack_results, share_kept
 from ..store.retry import RETRYABLE
 from ..trajectory.columns import COLUMN_NAME, OUTPUT_COLUMNS
+from ..trajectory.fields import TAKEN_NAMES
 from ..trajectory.members import Positions, offsets
-from ..trajectory.names import TAKEN_NAMES
 from .microbatch import MicroBatch, RowExtras, cut, token_spans, with_other_columns
 from .plan import Share
 

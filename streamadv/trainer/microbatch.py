@@ -14,7 +14,7 @@ from torch import Tensor
 from ..grouping.layout import Layout
 from ..trajectory.columns import Array
 from ..trajectory.members import Positions, Reference, offsets, references_of
-from ..trajectory.payload import Payload, payload_trajectory
+from ..trajectory.packet import Payload, payload_trajectory
 from ..trajectory.schema import Trajectory
 from .plan import Share
 

@@ -68,24 +68,10 @@ _ALL_FLAGS: Final = HAS_REWARD | BASELINE | HAS_VERSION | EVAL
 _CACHED_TEXT: Final = 1024
 
 
-def decode_table(raw: bytes | memoryview) -> tuple[Members, tuple[str, ...]]:
-    """Members and names of columns of a member table. Raises WireError."""
-    tables = decode_tables([raw])
+def read_table(raw: bytes | memoryview, size: int | None = None) -> tuple[Members, tuple[str, ...]]:
+    """Members and names of columns of one, as `read_tables`. size: bytes of its payload."""
+    tables = read_tables([raw], None if size is None else [size])
     return tables.members, tables.columns[0]
-
-
-def read_table(raw: bytes | memoryview, size: int) -> tuple[Members, tuple[str, ...]]:
-    """Members and names of columns of a payload of `size` bytes. Raises WireError for what no producer has written."""
-    tables = read_tables([raw], [size])
-    return tables.members, tables.columns[0]
-
-
-def read_tables(raws: Sequence[bytes | memoryview], sizes: Sequence[int]) -> Tables:
-    """`decode_tables` of payloads of these bytes. Raises WireError for what no producer has written."""
-    tables = decode_tables(raws)
-    if problem := packets_problem(tables.members, sizes, tables.counts):
-        raise WireError(f"member table: {problem}")
-    return tables
 
 
 def cut_tables(tables: bytes) -> list[memoryview]:
@@ -109,10 +95,11 @@ class Tables(NamedTuple):
     names: list[Named]
 
 
-def decode_tables(raws: Sequence[bytes | memoryview]) -> Tables:
+def read_tables(raws: Sequence[bytes | memoryview], sizes: Sequence[int] | None = None) -> Tables:
     """All member tables together: arrays are checked and cut as quickly for hundreds as for one. Raises WireError.
 
-    Every size is compared with the bytes that are there before an array is made; `packets_problem` checks the values.
+    Every size is compared with the bytes that are there before an array is made. sizes: bytes of each payload; given
+    them, WireError is also raised for values that no producer has written.
     """
     heads = [_read_head(raw) for raw in raws]
     counts = [head.members for head in heads]
@@ -124,17 +111,38 @@ def decode_tables(raws: Sequence[bytes | memoryview]) -> Tables:
     has_rows = np.repeat([head.has_rows for head in heads], counts)
     if (table["rows"] != 1)[~has_rows].any():
         raise WireError("member table has no rows, and members with several")
-    cut = [_cut(*of_table) for of_table in zip(heads, num_rows, num_steps, strict=True)]
+    # Of each table: bytes of the rows and of the steps, of the named rewards and of the entry counts by name.
+    rows_of, steps_of, rewards_of, entries_of = [], [], [], []
+    for head, in_rows, in_steps in zip(heads, num_rows, num_steps, strict=True):
+        names = head.names
+        lengths = [in_rows * ROW.itemsize * head.has_rows, in_steps * STEP.itemsize]
+        lengths += [head.members * 8] * len(names.rewards) + [in_rows * 4] * len(names.entries)
+        if sum(lengths) != len(head.rest):
+            raise WireError(
+                f"member table has {len(head.rest)} bytes behind its records, which say {sum(lengths)}"
+            )
+        own_rows, own_steps, *named = [
+            head.rest[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))
+        ]
+        rows_of.append(own_rows)
+        steps_of.append(own_steps)
+        rewards_of.append(dict(zip(names.rewards, named, strict=False)))
+        entries_of.append(dict(zip(names.entries, named[len(names.rewards) :], strict=True)))
     rows = np.empty(len(table), ROW)  # as of members with one row each
     rows["tokens"], rows["trainable"] = table["tokens"], table["trainable"]
     if has_rows.any():
         single = [rows[start:stop].tobytes() for start, stop in pairwise(first.tolist())]
-        rows = np.frombuffer(b"".join([own[0] or other for own, other in zip(cut, single, strict=True)]), ROW)
-    steps, states = join_steps([own[1] for own in cut], num_steps, [head.names.states for head in heads])
-    rewards = join_named([own[2] for own in cut], "<f8", np.nan, counts)
-    entries = join_named([own[3] for own in cut], "<u4", 0, num_rows)
+        rows = np.frombuffer(
+            b"".join([own or other for own, other in zip(rows_of, single, strict=True)]), ROW
+        )
+    steps, states = join_steps(steps_of, num_steps, [head.names.states for head in heads])
+    rewards = join_named(rewards_of, "<f8", np.nan, counts)
+    entries = join_named(entries_of, "<u4", 0, num_rows)
+    members = Members(table, rows, steps, states, rewards, entries)
+    if sizes is not None and (problem := packets_problem(members, sizes, counts)):
+        raise WireError(f"member table: {problem}")
     return Tables(
-        Members(table, rows, steps, states, rewards, entries),
+        members,
         counts,
         [head.names.columns for head in heads],
         [Named(head.names.rewards, head.names.entries) for head in heads],
@@ -165,18 +173,6 @@ def _read_head(raw: bytes | memoryview) -> _Head:
     text = bytes(raw[text_at:text_end])
     names = _cached_names(text) if text_size <= _CACHED_TEXT else _parse_names(text)
     return _Head(count, bool(flags & MANY_ROWS), raw[HEAD.size : rest_at], raw[rest_at:text_at], names)
-
-
-def _cut(head: _Head, num_rows: int, num_steps: int) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Bytes of the rows, of the steps, of the named rewards and of the entry counts. Raises WireError."""
-    names = head.names
-    sizes = [num_rows * ROW.itemsize * head.has_rows, num_steps * STEP.itemsize]
-    sizes += [head.members * 8] * len(names.rewards) + [num_rows * 4] * len(names.entries)
-    if sum(sizes) != len(head.rest):
-        raise WireError(f"member table has {len(head.rest)} bytes behind its records, which say {sum(sizes)}")
-    rows, steps, *named = [head.rest[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
-    rewards = dict(zip(names.rewards, named, strict=False))
-    return rows, steps, rewards, dict(zip(names.entries, named[len(rewards) :], strict=True))
 
 
 @dataclass(frozen=True, slots=True)

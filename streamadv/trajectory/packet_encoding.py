@@ -18,7 +18,7 @@ from pydantic_core import from_json, to_json
 from ..errors import TrajectoryError
 from ..messages import brief
 from .columns import HEADER, Array, versions_of
-from .member_table import HEAD, MANY_ROWS, decode_table
+from .member_table import HEAD, MANY_ROWS, read_table
 from .members import (
     HAS_REWARD,
     HAS_VERSION,
@@ -34,15 +34,13 @@ from .members import (
     offsets,
     spans,
 )
-from .packet import MAX_PACKET_MEMBERS, REWARD
+from .packet import MAX_HEADER_BYTES, MAX_PACKET_MEMBERS, REWARD, version_of
 from .schema import Role
 
 #: Size limit of a packet, as MAX_PACKET_MEMBERS; a single larger trajectory is a packet of its own.
 MAX_PACKET_BYTES: Final = 256 << 10
 #: A column of this many bytes is not copied before it is sent.
 LARGE_COLUMN: Final = 32 << 10
-#: Size limit of a payload's header.
-MAX_HEADER_BYTES: Final = 1 << 20
 _MEMBERS: Final = b',"members":['  # before the members' parts; no text in the JSON before holds a bare quote
 
 _MEMBER: Final = struct.Struct("<HBBIIIdqqqq")
@@ -161,7 +159,7 @@ def select_members(packet: Packet, chosen: Sequence[int]) -> Packet:
     text = "".join(lines[member] for member in chosen)
     if not packet.size:
         return Packet(positions, indices, text, b"", 0, {})
-    members, names = decode_table(packet.table)
+    members, names = read_table(packet.table)
     parts = from_json(packet.fields[HEADER])
     if "members" in parts:
         parts["members"] = [parts["members"][member] for member in chosen]
@@ -247,11 +245,6 @@ def _header(trajectory: Checked, source: str | None) -> bytes:
     if trajectory.data_source != source:
         header["data_source"] = trajectory.data_source
     return to_json(header) if header else b""
-
-
-def version_of(oldest: int, newest: int) -> int | tuple[int, int]:
-    """The model_version of a trajectory with these versions and no column of them."""
-    return oldest if oldest == newest else (oldest, newest)
 
 
 @lru_cache(256)

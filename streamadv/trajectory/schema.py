@@ -38,8 +38,19 @@ from .columns import (
     extra_array,
     versions_of,
 )
-from .fields import GroupId, LongText, Metadata, Reward, RoundName, ShortText, TokenColumn, Version, Whole
-from .names import check_names, meant
+from .fields import (
+    GroupId,
+    LongText,
+    Metadata,
+    Reward,
+    RoundName,
+    ShortText,
+    TokenColumn,
+    Version,
+    Whole,
+    check_names,
+    meant,
+)
 
 MAX_ROWS: Final = 4096
 MAX_STEPS: Final = 65536

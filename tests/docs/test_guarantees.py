@@ -17,8 +17,7 @@ from streamadv.run.dead_letters import DEAD_KEPT
 from streamadv.run.manifest import DEFAULTS
 from streamadv.trajectory.adapters.records import MAX_FILE_BYTES
 from streamadv.trajectory.interchange import MAX_LINE_BYTES
-from streamadv.trajectory.packet_encoding import MAX_HEADER_BYTES
-from streamadv.trajectory.payload import SCHEMA_VERSION
+from streamadv.trajectory.packet import MAX_HEADER_BYTES, SCHEMA_VERSION
 
 from .story import ROOT
 

@@ -17,11 +17,17 @@ from pydantic_core import from_json
 
 from streamadv.errors import WireError
 from streamadv.trajectory.columns import HEADER, KNOWN_COLUMNS
-from streamadv.trajectory.member_table import decode_table, list_table
+from streamadv.trajectory.member_table import list_table, read_table
 from streamadv.trajectory.members import references_of
-from streamadv.trajectory.packet import StoredPacket, check_column, decode_column
-from streamadv.trajectory.packet_encoding import MAX_HEADER_BYTES
-from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
+from streamadv.trajectory.packet import (
+    MAX_HEADER_BYTES,
+    StoredPacket,
+    check_column,
+    decode_column,
+    parse_header,
+    payload_trajectory,
+    payloads_of,
+)
 from streamadv.trajectory.schema import Trajectory
 from tests.support import members_problem
 
@@ -42,7 +48,7 @@ def read(found: Stored) -> list[Trajectory] | None:
     table, fields = found
 
     def call() -> list[Trajectory]:
-        members, names = decode_table(table)
+        members, names = read_table(table)
         size = sum(map(len, fields.values()))
         if (problem := members_problem(members, size)) is not None:
             raise WireError(problem)
@@ -110,7 +116,7 @@ ANNOUNCED = (0, 1, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, -1,
 
 def announcing(table: bytes) -> Iterator[bytes]:
     """The table with every number of its head and of its first record replaced, its size right but once."""
-    members, _ = decode_table(table)
+    members, _ = read_table(table)
     head = [(struct.Struct("<I"), 4 * place) for place in range(4)]
     formats = {"u2": "<H", "u1": "<B", "u4": "<I", "f8": "<d", "i8": "<q"}
     fields = members.table.dtype.fields or {}

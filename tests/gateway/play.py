@@ -20,7 +20,7 @@ from streamadv.run import open_run
 from streamadv.run.packets import fetch_columns
 from streamadv.store.connection import Connection
 from streamadv.trajectory.members import references_of
-from streamadv.trajectory.payload import parse_header
+from streamadv.trajectory.packet import parse_header
 from tests.support import group_all, problems
 from tests.unit.integrations.fake_engine import FakeEngine
 

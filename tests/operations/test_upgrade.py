@@ -21,7 +21,7 @@ from streamadv.producer import Producer
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import free_port
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.payload import SCHEMA_VERSION
+from streamadv.trajectory.packet import SCHEMA_VERSION
 from streamadv.version import __version__
 from tests.clusters import until
 from tests.support import compute_all, join, ledger, problems, push_groups
@@ -39,7 +39,7 @@ def release(folder: Path, schema_version: int = SCHEMA_VERSION) -> Path:
     for package in ("streamadv", "workers"):
         shutil.copytree(ROOT / package, folder / package, ignore=half_written)  # with what is compiled
     (folder / "streamadv" / "version.py").write_text(f'__version__ = "{LATER}"\n')
-    payload = folder / "streamadv" / "trajectory" / "payload.py"
+    payload = folder / "streamadv" / "trajectory" / "packet.py"
     text, changed = re.subn(
         r"^SCHEMA_VERSION: Final = \d+$",
         f"SCHEMA_VERSION: Final = {schema_version}",

@@ -18,8 +18,8 @@ from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.columns import HEADER
 from streamadv.trajectory.members import Checked
+from streamadv.trajectory.packet import SCHEMA_VERSION
 from streamadv.trajectory.packet_encoding import Packet
-from streamadv.trajectory.payload import SCHEMA_VERSION
 from tests.support import delivered_batch, join, ledger, next_batch, problems, push_groups
 
 

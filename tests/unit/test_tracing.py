@@ -23,7 +23,7 @@ from streamadv.producer.tickets import Ticket
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.member_table import decode_tables
+from streamadv.trajectory.member_table import read_tables
 from tests.support import (
     Forward,
     batches_read,
@@ -568,7 +568,7 @@ def test_a_member_table_of_an_older_release_is_read() -> None:
     size, count, flags, text_size = struct.unpack_from("<IIII", packet.table)
     head = struct.pack("<IIII", size + 25, count, flags | 2, text_size)
     older = head + packet.table[16:] + bytes(range(25))
-    together = decode_tables([older, packet.table])
+    together = read_tables([older, packet.table])
     assert together.counts == [2, 2]
     assert together.columns[0] == together.columns[1]
     assert together.members.table["index"].tolist() == [0, 1, 0, 1]

@@ -1,6 +1,6 @@
 """What agents speak, as requests and answers of chat completions (or of completions, which have no messages).
 
-`chat.py`, `completions.py` and `responses.py` are OpenAI's, `messages.py` is Anthropic's. Each has `read(body)`, the
+`chat.py` (with completions) and `responses.py` are OpenAI's, `messages.py` is Anthropic's. Each has `read(body)`, the
 request in that form, `write(answer, asked)`, the answer as the agent expects it, and `stream(answer, asked)`, the same
 as events (`events.py`). An answer is whole before its first event leaves.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from . import chat, completions, messages, responses
+from . import chat, messages, responses
 
 
 class Dialect(NamedTuple):
@@ -26,12 +26,10 @@ class Dialect(NamedTuple):
 
 
 _CHAT: Final = "/v1/chat/completions"
-DIALECTS: Final = tuple(
-    Dialect(name, path, engine_path, api.read, api.write, api.stream)
-    for name, path, engine_path, api in (
-        ("chat", "chat/completions", _CHAT, chat),
-        ("completions", "completions", "/v1/completions", completions),
-        ("messages", "messages", _CHAT, messages),
-        ("responses", "responses", _CHAT, responses),
-    )
+_TEXT: Final = "/v1/completions"
+DIALECTS: Final = (
+    Dialect("chat", "chat/completions", _CHAT, chat.read, chat.write, chat.stream),
+    Dialect("completions", "completions", _TEXT, chat.read_prompt, chat.write, chat.stream_text),
+    Dialect("messages", "messages", _CHAT, messages.read, messages.write, messages.stream),
+    Dialect("responses", "responses", _CHAT, responses.read, responses.write, responses.stream),
 )

@@ -1,4 +1,7 @@
-"""OpenAI's chat completions: the form that engines speak."""
+"""OpenAI's chat completions, the form that engines speak, and its completions.
+
+The latter have a prompt of text or tokens and no messages, so a row goes on by its tokens alone.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,23 @@ def stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[byte
         yield data({**shared, "choices": [first]})
         last = {"index": choice["index"], "delta": {}, "finish_reason": choice.get("finish_reason")}
         yield data({**shared, "choices": [last]})
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        yield data({**shared, "choices": [], "usage": answer.get("usage")})
+    yield DONE
+
+
+def read_prompt(body: dict[str, Any]) -> dict[str, Any]:
+    prompt = body.get("prompt")
+    is_tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
+    if not (isinstance(prompt, str) or is_tokens):
+        raise ValueError("prompt: needs one text, or the tokens of one")
+    return body
+
+
+def stream_text(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[bytes]:
+    shared = {name: answer.get(name) for name in ("id", "created", "model")} | {"object": "text_completion"}
+    for choice in answer["choices"]:
+        yield data({**shared, "choices": [choice]})
     if (asked.get("stream_options") or {}).get("include_usage"):
         yield data({**shared, "choices": [], "usage": answer.get("usage")})
     yield DONE

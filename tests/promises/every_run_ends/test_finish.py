@@ -16,7 +16,7 @@ import redis
 from streamadv.batch import leader
 from streamadv.errors import Busy, NoBatchError, ProducerClosedError, RunEndedError, SettingError
 from streamadv.producer import AsyncGroup, AsyncProducer, Producer
-from streamadv.producer.announcements import Lines
+from streamadv.producer.admission import Lines
 from streamadv.producer.tickets import Ticket
 from streamadv.run import Run
 from streamadv.run.heartbeats import SETTLE_S

@@ -28,7 +28,7 @@ from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.store.keys import manifest_key
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.payload import SCHEMA_VERSION
+from streamadv.trajectory.packet import SCHEMA_VERSION
 from tests.clusters import until
 from tests.support import group_all, join, ledger, problems, producing, push_groups, trajectory, unscored
 

@@ -19,7 +19,7 @@ from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.scripts import run_transaction
 from streamadv.trainer.queue import TrainerQueue
-from streamadv.trajectory.payload import payloads_of
+from streamadv.trajectory.packet import payloads_of
 from streamadv.trajectory.schema import MAX_REWARDS
 from tests.shares import examples
 from tests.support import (

@@ -89,9 +89,11 @@ def test_calls_are_bounded(fake: Connection, calls: list[Push]) -> None:
         producer.push_many([group_of(f"small{number}", 50) for number in range(6)])
         producer.push_many([group_of(f"smallest{number}", 1) for number in range(100)])
     assert len(calls) >= 7
-    assert max(call.load.packets for call in calls) <= MAX_SLICE_PACKETS
-    assert max(call.load.members for call in calls) <= MAX_SLICE_MEMBERS
-    assert max(call.load.size for call in calls) <= MAX_SLICE_BYTES
+    for call in calls:
+        packets = call.packets
+        assert len(packets) <= MAX_SLICE_PACKETS
+        assert sum(len(packet.indices) for packet in packets) <= MAX_SLICE_MEMBERS
+        assert sum(packet.size + len(packet.table) for packet in packets) <= MAX_SLICE_BYTES
     run = join(fake, "r")
     assert ledger(run)["pushed"] == 408
     assert problems(run) == []

@@ -12,7 +12,7 @@ from streamadv.store.connection import Connection
 from streamadv.trainer.microbatch import MicroBatch
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.columns import EXTRA_DTYPES, KNOWN_COLUMNS
-from streamadv.trajectory.names import check_names
+from streamadv.trajectory.fields import check_names
 from tests.shares import examples
 from tests.support import delivered_batch, join, producing, push_groups
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamadv.errors import WireError
-from streamadv.trajectory.member_table import decode_table
+from streamadv.trajectory.member_table import read_table
 from streamadv.trajectory.members import HAS_VERSION, MEMBER, NO_STATE, Members
 from streamadv.trajectory.packet_encoding import encode_table
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
@@ -86,7 +86,7 @@ def listed(members: Members) -> list[Any]:
 def test_a_table_comes_back_from_its_bytes(found: list[dict[str, Any]]) -> None:
     trajectories = made(found)
     members = members_in(trajectories, [1000] * len(trajectories))
-    decoded, columns = decode_table(encode_table(members, COLUMNS))
+    decoded, columns = read_table(encode_table(members, COLUMNS))
     assert listed(decoded) == listed(members)
     assert columns == COLUMNS
     assert members_problem(decoded, 1000 * len(trajectories)) is None
@@ -136,7 +136,7 @@ def test_entry_counts_belong_to_rows() -> None:
             ],
         }
     )
-    members, _ = decode_table(encode_table(members_in([item], [9]), [*COLUMNS, "pixels"]))
+    members, _ = read_table(encode_table(members_in([item], [9]), [*COLUMNS, "pixels"]))
     assert {name: counts.tolist() for name, counts in members.entries.items()} == {"pixels": [3, 1]}
 
 
@@ -161,7 +161,7 @@ def test_damaged_bytes_are_refused() -> None:
         if chance.random() < 0.3:
             damaged = damaged[: chance.integers(0, len(raw))]
         try:
-            members, _ = decode_table(bytes(damaged))
+            members, _ = read_table(bytes(damaged))
         except WireError:
             refused += 1
             continue
@@ -191,7 +191,7 @@ def test_names_of_columns_that_no_producer_sends_are_refused(text: dict[str, Any
     rows = struct.pack("<IIII", 2, 1, 1, 1)
     size = 16 + len(members) + len(rows) + len(raw)
     with pytest.raises(WireError, match=problem):
-        decode_table(struct.pack("<IIII", size, 1, 1, len(raw)) + members + rows + raw)
+        read_table(struct.pack("<IIII", size, 1, 1, len(raw)) + members + rows + raw)
 
 
 @pytest.mark.parametrize("field", [0, 4, 8, 12])
@@ -200,7 +200,7 @@ def test_announced_sizes_allocate_nothing(field: int) -> None:
     struct.pack_into("<I", damaged, field, 0xFFFFFFF0)
     tracemalloc.start()
     with pytest.raises(WireError, match="member table"):
-        decode_table(bytes(damaged))
+        read_table(bytes(damaged))
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
 
@@ -220,7 +220,7 @@ def test_announced_sizes_allocate_nothing(field: int) -> None:
     ],
 )
 def test_what_cannot_be_true_has_a_reason(field: str, value: float, problem: str) -> None:
-    members, _ = decode_table(sample())
+    members, _ = read_table(sample())
     table = members.table.copy()
     table[field][1] = value
     text = members_problem(Members(table, members.rows, members.steps, members.states), 100)
@@ -229,7 +229,7 @@ def test_what_cannot_be_true_has_a_reason(field: str, value: float, problem: str
 
 
 def test_more_tokens_than_bytes_have_a_reason() -> None:
-    members, _ = decode_table(sample())
+    members, _ = read_table(sample())
     table = members.table.copy()
     table["size"] = 1
     text = members_problem(Members(table, members.rows, members.steps, members.states), 29)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from streamadv.errors import TrajectoryError
-from streamadv.trajectory.names import TAKEN_NAMES
+from streamadv.trajectory.fields import TAKEN_NAMES
 from streamadv.trajectory.schema import Trajectory, parse_trajectory
 
 COLUMNS: dict[str, Any] = {"input_ids": [1, 2], "response_mask": [0, 1]}

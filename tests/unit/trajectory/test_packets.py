@@ -16,9 +16,17 @@ from pydantic_core import to_json
 
 from streamadv.errors import TrajectoryError, WireError
 from streamadv.trajectory.columns import EXTRA_DTYPES, HEADER, KNOWN_COLUMNS, Array
-from streamadv.trajectory.member_table import decode_table
+from streamadv.trajectory.member_table import read_table
 from streamadv.trajectory.members import references_of
-from streamadv.trajectory.packet import MAX_PACKET_MEMBERS, StoredPacket, check_column, decode_column
+from streamadv.trajectory.packet import (
+    MAX_PACKET_MEMBERS,
+    StoredPacket,
+    check_column,
+    decode_column,
+    parse_header,
+    payload_trajectory,
+    payloads_of,
+)
 from streamadv.trajectory.packet_encoding import (
     MAX_HEADER_BYTES,
     MAX_PACKET_BYTES,
@@ -26,7 +34,6 @@ from streamadv.trajectory.packet_encoding import (
     ended_packets,
     select_members,
 )
-from streamadv.trajectory.payload import parse_header, payload_trajectory, payloads_of
 from streamadv.trajectory.schema import Column, Trajectory, parse_trajectory
 from tests.shares import examples
 from tests.support import ended, members_problem, packets_of, trajectory, unscored
@@ -53,7 +60,7 @@ def bytes_of(value: Any) -> bytes:
 
 def received(packet: Packet) -> tuple[StoredPacket, dict[str, bytes]]:
     """The packet as a reader knows it, and the fields of its payload."""
-    members, names = decode_table(packet.table)
+    members, names = read_table(packet.table)
     fields = {
         name if isinstance(name, str) else name.decode(): bytes_of(v) for name, v in packet.fields.items()
     }
