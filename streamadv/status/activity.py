@@ -170,13 +170,18 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
             pipe.hmget(keys.group("").encode() + group_id, GROUP_FIELDS)
     total, by_missing = Counter[str](), dict.fromkeys(("none", "one", "some", "all"), 0)
     ages_s = []
-    for opened_ms, size, slots in _groups_in(replies_of(pipe)):
+    for row in replies_of(pipe):
+        head, slots = (field or b"" for field in row or (None, None))
+        match = HEAD.match(head)
+        if not match or not SLOT_MAP.fullmatch(slots):
+            continue  # it has ended since, or foreign data has overwritten it
+        size = int(match["size"])
         unscored, usable = slots.count(b"s"), slots.count(b"u")
         missing = max(0, min(slots.count(b".") + slots.count(b"p"), size - usable - unscored))
         total.update(groups=1, slots=len(slots), rollouts=missing, scores=unscored)
         total.update(without_rollouts=int(missing > 0), without_scores=int(unscored > 0))
         by_missing[_extent(missing, size)] += 1
-        ages_s.append(max(0, now_ms - opened_ms) / 1000)
+        ages_s.append(max(0, now_ms - int(match["opened_ms"])) / 1000)
     return Lack(
         groups=total["groups"],
         places=total["slots"],
@@ -197,12 +202,3 @@ def _extent(missing: int, size: int) -> str:
     if missing >= size:
         return "all"
     return "one" if missing == 1 else "some"
-
-
-def _groups_in(rows: Sequence[Any]) -> Iterator[tuple[int, int, bytes]]:
-    """opened_ms, size and slot map. Nothing of groups that have ended since, or that foreign data has overwritten."""
-    for row in rows:
-        head, slots = row or (None, None)
-        match = HEAD.match(head or b"")
-        if match and SLOT_MAP.fullmatch(slots or b""):
-            yield int(match["opened_ms"]), int(match["size"]), slots or b""

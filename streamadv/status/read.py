@@ -15,7 +15,7 @@ from ..errors import SettingError
 from ..grouping.housekeeping import loss_of
 from ..messages import one_line
 from ..run import Run
-from ..run.heartbeats import HeardRank, heard_ranks
+from ..run.heartbeats import heard_ranks
 from ..run.ledger import QUEUED, by_reason
 from ..run.run import byte_budget
 from ..store.replies import as_count, as_int, as_texts
@@ -78,6 +78,12 @@ def read_status(run: Run) -> Status:
 
 
 def _groups(shards: Sequence[ShardState], counters: Mapping[str, int], activity: Activity) -> Groups:
+    since_batch = Counter[str]()  # of a shard, since the last batch with groups of it
+    for shard in shards:
+        since_batch.update(by_reason(shard.counters, "outcome"))
+        for pair in shard.trainer.get("ended_before_batch", "").split():
+            outcome, _, count = pair.partition("=")
+            since_batch[outcome] -= as_count(count)
     return Groups(
         open=sum(shard.groups_open for shard in shards),
         logged=sum(shard.groups_logged for shard in shards),
@@ -85,20 +91,9 @@ def _groups(shards: Sequence[ShardState], counters: Mapping[str, int], activity:
         remembered=sum(shard.groups_remembered for shard in shards),
         outcomes=by_reason(counters, "outcome"),
         short=loss_of(counters),
-        since_batch=_since_batch(shards),
+        since_batch=dict(+since_batch),
         lack=activity.lack,
     )
-
-
-def _since_batch(shards: Sequence[ShardState]) -> dict[str, int]:
-    """Outcomes of groups since the last batch was named; of a shard, since the last one with groups of it."""
-    ended = Counter[str]()
-    for shard in shards:
-        ended.update(by_reason(shard.counters, "outcome"))
-        for pair in shard.trainer.get("ended_before_batch", "").split():
-            outcome, _, count = pair.partition("=")
-            ended[outcome] -= as_count(count)
-    return dict(+ended)
 
 
 def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stream:
@@ -107,7 +102,8 @@ def _stream(name: str, shards: Sequence[ShardState], activity: Activity) -> Stre
     return Stream(
         length=sum(stream.length for stream in streams),
         pending=sum(stream.pending for stream in streams),
-        lag=sum(stream.lag for stream in streams),
+        # The server's own figure goes wrong where entries are deleted as they are handed off.
+        lag=sum(max(0, stream.length - stream.pending) for stream in streams),
         consumers=sum(stream.consumers for stream in streams),
         oldest_age_s=max(ages_s, default=None),
         alive=sum(worker.alive for worker in activity.workers[name]),
@@ -123,16 +119,23 @@ def read_trainer(run: Run, home_shard: ShardState, now_ms: int) -> Trainer:
     ranks = heard_ranks(session, now_ms)
     first = ranks.get(0)
     report = None if first is None else first.report
+    state: TrainerState = (
+        "none" if "version" not in session else "waits"
+    )  # until it is heard: it has just begun
     batch_s = None
-    if first is not None and first.report.batch_s is not None:
-        batch_s = round(first.report.batch_s + first.silent_s, 1)
+    if first is not None and report is not None:
+        if "version" in session:
+            is_sure = first.is_alive or report.doing == "left"
+            state = report.doing if is_sure else "ended" if session.get("end") else "lost"
+        if report.batch_s is not None:
+            batch_s = round(report.batch_s + first.silent_s, 1)
     return Trainer(
         epoch=as_count(session.get("epoch")),
         version=as_count(session["version"]) if "version" in session else None,
         committed=as_count(session.get("committed")),
         batches=scripts.hlen(home.batches),
         finished=home_shard.trainer.get("finished") == "1",
-        state=_state(session, first),
+        state=state,
         silent_s=None if first is None else round(first.silent_s, 1),
         world_size=None if report is None else report.world_size,
         ranks_alive=sum(rank.is_alive for rank in ranks.values()),
@@ -140,17 +143,6 @@ def read_trainer(run: Run, home_shard: ShardState, now_ms: int) -> Trainer:
         batch_s=batch_s,
         job=one_line(session.get("job", "")),
     )
-
-
-def _state(session: Mapping[str, Any], first: HeardRank | None) -> TrainerState:
-    """What rank 0 does."""
-    if "version" not in session:
-        return "none"
-    if first is None:
-        return "waits"  # it has just taken the run
-    if first.is_alive or first.report.doing == "left":
-        return first.report.doing
-    return "ended" if session.get("end") else "lost"
 
 
 def admission_of(run: Run, shards: Sequence[ShardState], server: Server) -> Admission:
@@ -161,45 +153,35 @@ def admission_of(run: Run, shards: Sequence[ShardState], server: Server) -> Admi
     except SettingError:  # producers raise it
         budget = (manifest.max_bytes or 0) // len(shards)
     batch_groups, max_staleness = manifest.batch_groups, manifest.max_staleness
-    for shard in shards:
-        if shard.trainer.get("batch_groups", "").isdecimal():
-            batch_groups = int(shard.trainer["batch_groups"])
-            max_staleness = as_int(shard.trainer.get("max_staleness"))
-    ahead = [_groups_ahead(shard) for shard in shards]
+    ahead, full, unarchived = list[int](), list[int](), list[int]()
+    for number, shard in enumerate(shards):
+        counters, trainer, reservation = shard.counters, shard.trainer, shard.reservation
+        if trainer.get("batch_groups", "").isdecimal():
+            batch_groups = int(trainer["batch_groups"])
+            max_staleness = as_int(trainer.get("max_staleness"))
+        # Groups begun and not trained on.
+        uncounted = max(0, counters["groups_abandoned"]) + max(0, counters["groups_eval"])
+        open_groups = max(0, shard.groups_open - uncounted)
+        ahead.append(open_groups + shard.groups_logged - as_count(trainer.get("held")))
+        trajectories = counters["in_flight"] + counters["grouped"]
+        group_size = max(1, trajectories // max(1, shard.groups_logged))
+        if counters["live_bytes"] + reservation.total_bytes + group_size * reservation.slot_bytes > budget:
+            full.append(number)
+        keep_bytes, _, rest = trainer.get("keep", "").partition(" ")
+        if rest.endswith(" archive") and counters["kept_bytes"] > as_count(keep_bytes):
+            unarchived.append(number)
     limit = None if batch_groups is None or max_staleness is None else (max_staleness + 1) * batch_groups
     is_paced = limit is not None and sum(ahead) >= limit
+    share = (limit or 0) // len(shards)
     return Admission(
         max_bytes=budget * len(shards),
-        full=[number for number, shard in enumerate(shards) if _is_full(shard, budget)],
-        paced=[
-            number
-            for number, groups in enumerate(ahead)
-            if is_paced and groups >= (limit or 0) // len(shards)
-        ],
-        unarchived=[number for number, shard in enumerate(shards) if _waits_for_archive(shard)],
+        full=full,
+        paced=[number for number, groups in enumerate(ahead) if is_paced and groups >= share],
+        unarchived=unarchived,
         groups_ahead=sum(ahead),
         groups_limit=limit,
         batch_groups=batch_groups,
     )
-
-
-def _groups_ahead(shard: ShardState) -> int:
-    """Groups begun and not trained on."""
-    uncounted = max(0, shard.count("groups_abandoned")) + max(0, shard.count("groups_eval"))
-    open_groups = max(0, shard.groups_open - uncounted)
-    return open_groups + shard.groups_logged - as_count(shard.trainer.get("held"))
-
-
-def _is_full(shard: ShardState, budget: int) -> bool:
-    trajectories = shard.ledger.in_flight + shard.count("grouped")
-    group_size = max(1, trajectories // max(1, shard.groups_logged))
-    reservation = shard.reservation
-    return shard.count("live_bytes") + reservation.total_bytes + group_size * reservation.slot_bytes > budget
-
-
-def _waits_for_archive(shard: ShardState) -> bool:
-    limit, _, rest = shard.trainer.get("keep", "").partition(" ")
-    return rest.endswith(" archive") and shard.count("kept_bytes") > as_count(limit)
 
 
 def read_server(run: Run) -> Server:
