@@ -20,9 +20,8 @@ from .. import clock, metrics
 from ..errors import SettingError, StreamadvError, WireError
 from ..run import Run, Shard
 from ..run.packets import fetch_columns
-from ..status.kept import columns_of_group, trajectories_of
+from ..status.kept import columns_of_group, trajectories_of, why
 from ..status.seen import KeptEntry, SeenGroup
-from ..status.why import why
 from ..store.keys import RUNS, EntryId
 from ..store.replies import as_count, as_int, as_text
 from ..store.retry import RETRYABLE, Outage

@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refuse_settings(self, words: Sequence[str], unknown: Sequence[str], run: str | None) -> None:
         """An error with the command that takes them if there are settings of the run among the unknown words."""
-        from .run_options import settings_among
+        from .runs import settings_among
 
         if settings_among(unknown) and (found := settings_among(words)):
             command = shlex.join(["--run", run_name(run), *found])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from ..errors import SettingError, StreamadvError
 from ..messages import printable
 from ..run import Run, find_run, open_run
-from ..run.manifest import DEFAULTS
+from ..run.manifest import DEFAULTS, RunSettings
 from ..status import Status, read_status
 from ..status.audit import delete_run
 from ..store.keys import RUNS
@@ -22,7 +22,7 @@ from ..store.replies import as_int, as_text, as_texts
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, connect, joined, settings_from
 from .files import in_columns
-from .run_options import add_run_options, run_settings_from
+from .parser import count, count_or_none, names, shares, size
 from .status import stage_of
 
 
@@ -186,3 +186,63 @@ def _alive(status: Status) -> Iterator[str]:
         yield from (f"{stage_of(name)} {worker.name}" for worker in stream.workers if worker.alive)
     if status.trainer.in_charge:
         yield status.trainer.in_charge
+
+
+_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "shards": {"type": int, "metavar": "N"},
+    "group_deadline_s": {"type": float, "metavar": "S"},
+    "redundancy": {"type": int, "metavar": "N"},
+    "partial_min_usable": {"type": int, "metavar": "K"},
+    "zero_variance_filter": {"action": argparse.BooleanOptionalAction},
+    "difficulty_low": {"type": float, "metavar": "R"},
+    "difficulty_high": {"type": float, "metavar": "R"},
+    "filter_by": {"metavar": "NAME"},
+    "scorers": {"type": names, "metavar": "A,B"},
+    "max_trajectory_bytes": {"type": size, "metavar": "SIZE"},
+    "max_bytes": {"type": size, "metavar": "SIZE"},
+    "dedupe_groups": {"type": int, "metavar": "N"},
+    "dead_bytes": {"type": size, "metavar": "SIZE"},
+    "keep_bytes": {"type": size, "metavar": "SIZE"},
+    "keep": {"type": shares, "metavar": "KIND=SHARE,..."},
+    "archive": {"action": argparse.BooleanOptionalAction},
+    "tokenizer": {"metavar": "PATH"},
+}
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each setting."""
+    group = parser.add_argument_group("settings of the run")
+    for name, options in _SETTINGS.items():
+        default = {"shards": 1, **DEFAULTS}[name]
+        shown = size_text(default) if name.endswith("_bytes") and default else str(default).removesuffix(".0")
+        text = RunSettings.model_fields[name].description
+        more = f" (default {shown})" if default is not None and default != () else ""
+        group.add_argument(_flag(name), help=f"{text}{more}", **options)
+    pacing = parser.add_argument_group("pacing until a trainer says its own")
+    pacing.add_argument("--batch-groups", type=count, metavar="N", help="groups of a batch")
+    pacing.add_argument(
+        "--max-staleness", type=count_or_none, metavar="N", help="(N + 1) x batch_groups groups may be begun"
+    )
+
+
+def run_settings_from(arguments: argparse.Namespace) -> RunSettings:
+    """The run's settings among the parsed arguments."""
+    return RunSettings(**{name: getattr(arguments, name) for name in RunSettings.model_fields})
+
+
+def settings_among(words: Sequence[str]) -> list[str]:
+    """The options of settings among the words of a command, with their values."""
+    switches = [name for name, options in _SETTINGS.items() if "action" in options]
+    alone = {f"--{no}{name.replace('_', '-')}" for name in switches for no in ("", "no-")}
+    flags = {_flag(name) for name in RunSettings.model_fields} - alone
+    found: list[str] = []
+    for place, word in enumerate(words):
+        if word in flags:
+            found += words[place : place + 2]
+        elif word in alone or word.partition("=")[0] in flags:
+            found.append(word)
+    return found
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

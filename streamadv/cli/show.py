@@ -12,10 +12,8 @@ from pydantic_core import to_json
 from ..errors import StreamadvError
 from ..messages import printable
 from ..run import Run
-from ..status.kept import read_trajectories
+from ..status.kept import advantage_range, read_trajectories, turns_of, why
 from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
-from ..status.turns import advantage_range, turns_of
-from ..status.why import why
 from ..trajectory.schema import Trajectory
 from ..units import counted
 from ..view.texts import Ids, open_tokenizer

@@ -19,19 +19,25 @@ from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
 from ..run.kept import share_kept
 from ..run.manifest import RunSettings
-from ..status.kept import read_trajectories
+from ..status.kept import advantage_range, read_trajectories, why
 from ..status.prompts import read_progress, tried
 from ..status.seen import SeenGroup
-from ..status.turns import advantage_range
-from ..status.why import why
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
 from ..trajectory.schema import Trajectory
-from .again import compute_again
 from .board import Board
 from .book import PAGE, Book, Choice, Line, batches_of, facets, histogram
 from .pages import FOLDER, environment
-from .rollouts import MAX_MEMBERS, batch_view, find, panel_text, search, side_by_side, tokens_of
+from .rollouts import (
+    MAX_MEMBERS,
+    batch_view,
+    compute_again,
+    find,
+    panel_text,
+    search,
+    side_by_side,
+    tokens_of,
+)
 from .texts import Ids, open_tokenizer
 
 #: Seconds between two readings of the board, and until a server that says nothing is away.
