@@ -143,19 +143,17 @@ def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:
     names: Any = connection.scripts.hkeys(RUNS)
     for name in sorted(each.decode(errors="replace") for each in names):
         with suppress(StreamadvError):  # a run of another release, or no run at all
-            if name != served and (who := _alive(find_run(connection, name))):
+            if name == served:
+                continue
+            run = find_run(connection, name)
+            now_ms, session = run.now_ms(), as_texts(run.connection.scripts.hgetall(run.keys.home.session))
+            who = ["producer"] * any(producer.is_alive for producer in read_producers(run, now_ms))
+            who += ["trainer"] * any(rank.is_alive for rank in heard_ranks(session, now_ms).values())
+            if who:
                 yield (
                     f"{' and '.join(who)} {'are' if who[1:] else 'is'} in run {name}, workers in {served}: leave run= "
                     f"out of the programs, which then take STREAMADV_RUN, or use `streamadv up --run {name}`"
                 )
-
-
-def _alive(run: Run) -> list[str]:
-    now_ms = run.now_ms()
-    session: Any = run.connection.scripts.hgetall(run.keys.home.session)
-    producers = any(producer.is_alive for producer in read_producers(run, now_ms))
-    ranks = any(rank.is_alive for rank in heard_ranks(as_texts(session), now_ms).values())
-    return ["producer"] * producers + ["trainer"] * ranks
 
 
 def _last_id(stream: Any) -> str:
@@ -180,7 +178,8 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
         missing = max(0, min(slots.count(b".") + slots.count(b"p"), size - usable - unscored))
         total.update(groups=1, slots=len(slots), rollouts=missing, scores=unscored)
         total.update(without_rollouts=int(missing > 0), without_scores=int(unscored > 0))
-        by_missing[_extent(missing, size)] += 1
+        some = "one" if missing == 1 else "some"
+        by_missing["none" if missing == 0 else "all" if missing >= size else some] += 1
         ages_s.append(max(0, now_ms - int(match["opened_ms"])) / 1000)
     return Lack(
         groups=total["groups"],
@@ -193,12 +192,3 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
         groups_older=[sum(age_s > limit for age_s in ages_s) for limit in OLDER_THAN_S],
         oldest_s=max(ages_s, default=None),
     )
-
-
-def _extent(missing: int, size: int) -> str:
-    """How much of a group so many missing rollouts are, in a word."""
-    if missing == 0:
-        return "none"
-    if missing >= size:
-        return "all"
-    return "one" if missing == 1 else "some"

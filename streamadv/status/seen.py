@@ -101,9 +101,26 @@ class SeenGroup:
 
 def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
     """All groups of one kind, the oldest first in each shard. What cannot be read at all is left out."""
-    readers = {"open": _read_open, "waiting": _read_waiting, "dead": _read_dead}
     for shard in run.shards:
-        yield from chain.from_iterable(kept_pages(shard)) if where == "kept" else readers[where](shard)
+        keys, scripts = shard.keys, shard.connection.scripts
+        found: Any
+        match where:
+            case "open":
+                found = scripts.zrange(keys.open, 0, -1)
+                groups = (_open_group(shard, group_id.decode(errors="replace")) for group_id in found)
+                yield from filter(None, groups)
+            case "waiting":
+                owners: Any = scripts.hgetall(keys.owners)
+                for page in entry_pages(shard.connection, keys.groups):
+                    yield from _waiting(shard, page, owners)
+            case "kept":
+                yield from chain.from_iterable(kept_pages(shard))
+            case "dead":
+                found = scripts.zrange(keys.dead, 0, -1, withscores=True)
+                for member, when_ms in sorted(found, key=lambda letter: abs(letter[1])):
+                    if group := _dead_group(shard, member.decode(errors="replace")):
+                        group.ended_ms = int(abs(when_ms))
+                        yield group
 
 
 def kept_pages(shard: Shard, start: str = "-", *, back: bool = False) -> Iterator[list[SeenGroup]]:
@@ -151,13 +168,6 @@ def entry_pages(
         start = f"({page[-1][0].decode()}"
 
 
-def _read_open(shard: Shard) -> Iterator[SeenGroup]:
-    members: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
-    for group_id in members:
-        if group := _open_group(shard, group_id.decode(errors="replace")):
-            yield group
-
-
 def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
     stored: Any = shard.connection.scripts.hgetall(shard.keys.group(group_id))
     head = stored.get(b"head", b"").split(b" ", 6)
@@ -184,12 +194,6 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
     group.slots, group.round = as_text(stored.get(b"slots", b""), 8192), _text(stored.get(b"round"))
     group.detail = "evaluation" if role == b"eval" else ""
     return group
-
-
-def _read_waiting(shard: Shard) -> Iterator[SeenGroup]:
-    owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
-    pages = entry_pages(shard.connection, shard.keys.groups)
-    return chain.from_iterable(_waiting(shard, page, owners) for page in pages)
 
 
 def _waiting(shard: Shard, page: Page, owners: Fields) -> Iterator[SeenGroup]:
@@ -220,14 +224,6 @@ def kept_entries(shard: Shard) -> Iterator[KeptEntry]:
     for page in entry_pages(shard.connection, shard.keys.kept):
         for entry, fields in page:
             yield KeptEntry(shard.index, entry, fields)
-
-
-def _read_dead(shard: Shard) -> Iterator[SeenGroup]:
-    letters: Any = shard.connection.scripts.zrange(shard.keys.dead, 0, -1, withscores=True)
-    for member, when_ms in sorted(letters, key=lambda letter: abs(letter[1])):
-        if group := _dead_group(shard, member.decode(errors="replace")):
-            group.ended_ms = int(abs(when_ms))
-            yield group
 
 
 def _dead_group(shard: Shard, group_id: str) -> SeenGroup | None:
