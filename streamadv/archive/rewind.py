@@ -20,7 +20,7 @@ from ..advantage.prepare import PreparedItem, worker_chain
 from ..advantage.results import BatchResults, parse_result
 from ..algorithms.chain import cut_chain
 from ..algorithms.packing import empty_column
-from ..batch.record import BatchRecord, WorkItem, work_items
+from ..batch.record import BatchRecord, work_items
 from ..errors import StreamadvError, WireError
 from ..grouping.groups_log import LoggedGroup, parse_groups
 from ..grouping.layout import Layout, place
@@ -29,7 +29,7 @@ from ..run.consumer import Entry
 from ..run.kept import RESULTS_OF, Numbers, unpack_results
 from ..status.kept import count_at
 from ..status.seen import KeptEntry, SeenGroup
-from ..store.keys import EntryId, RunKeys
+from ..store.keys import EntryId
 from ..trainer.delivery import pack_share, run_late_chain
 from ..trainer.plan import Rank, Share, share_of
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
@@ -173,27 +173,21 @@ def rewind(
                 f"batch {record.k}: step {step.name} of its chain looks at the whole batch, and {source.name} does not "
                 f"have {batch.absent_text()}: keep all of them (keep={{'trained': 1}})"
             )
-    items = [_computed(source, batch, item, device) for item in work_items(record)]
+    items = []
+    for item in work_items(record):  # as a worker computes it
+        groups = [batch.groups[pointer.group_id] for pointer in item.groups]
+        packets = [packet for group in groups for packet in group.packets]
+        columns = _columns(source, batch, item.k, packets, worker_chain(item).needs)
+        prepared = PreparedItem(Entry(item.shard, "0-0", {}), item, groups, columns, share_kept=1.0)
+        items.append(compute(prepared, device))
     results = {
         name.removeprefix(RESULTS_OF): bytes(raw)
         for item in items
         for name, raw in item.outputs.items()
         if name.startswith(RESULTS_OF)
     }
-    if not parts[1].steps or batch.without_late:
-        return Again(results, {})
-    share = batch.share
-    columns = _columns(source, batch, record.k, share.own.packets, late_needs(record), strict=False)
-    return Again(results, compute_late(source.keys, record, share, batch.seen, items, columns, device))
-
-
-def _computed(source: Source, batch: KeptBatch, item: WorkItem, device: torch.device) -> ComputedItem:
-    """The results of the item's shard, as a worker computes them."""
-    groups = [batch.groups[pointer.group_id] for pointer in item.groups]
-    packets = [packet for group in groups for packet in group.packets]
-    columns = _columns(source, batch, item.k, packets, worker_chain(item).needs)
-    entry = Entry(item.shard, "0-0", {})
-    return compute(PreparedItem(entry, item, groups, columns, share_kept=1.0), device)
+    has_late = parts[1].steps and not batch.without_late
+    return Again(results, _compute_late(source, batch, record, items, device) if has_late else {})
 
 
 def _columns(
@@ -234,19 +228,16 @@ def first_difference(batch: KeptBatch, again: Again) -> str | None:
         kept, new = batch.results[group_id], again.results.get(group_id, b"")
         if kept != new:
             try:
-                return f"group {group_id}, {_difference(seen, unpack_results(kept), unpack_results(new))}"
+                old, now = unpack_results(kept), unpack_results(new)
             except WireError as error:
                 return f"group {group_id}, {error}"
+            found = _between(old, now, partial(_place, seen))
+            return f"group {group_id}, {found or f'kept are {_names(old)}, computed {_names(now)}'}"
         for index, made in again.late.get(group_id, {}).items():
             kept_of = [numbers for numbers in seen.late[index] if numbers.name not in batch.record.late]
             if difference := _between(kept_of, made, partial("rollout {}, {} {}, ".format, index)):
                 return f"group {group_id}, {difference}"
     return None
-
-
-def _difference(seen: SeenGroup, kept: Sequence[Numbers], new: Sequence[Numbers]) -> str:
-    found = _between(kept, new, lambda level, first: _place(seen, level, first))
-    return found or f"kept are {_names(kept)}, computed {_names(new)}"
 
 
 def _between(kept: Sequence[Numbers], new: Sequence[Numbers], place: Callable[[str, int], str]) -> str | None:
@@ -280,30 +271,20 @@ def _names(results: Sequence[Numbers]) -> str:
     return ", ".join(f"{len(n.values)} {n.name} per {n.level}" for n in results) or "no results"
 
 
-def late_needs(record: BatchRecord) -> list[str]:
-    """Columns as pushed that the trainer's part reads."""
-    needs = cut_chain(record.chain, record.late)[1].needs
-    return [name for name in dict.fromkeys(["response_mask", *needs]) if name not in record.late]
-
-
-def compute_late(
-    keys: RunKeys,
-    record: BatchRecord,
-    share: Share,
-    seen: Mapping[str, SeenGroup],
-    items: Sequence[ComputedItem],
-    columns: Mapping[str, Mapping[str, Array]],
-    device: torch.device,
+def _compute_late(
+    source: Source, batch: KeptBatch, record: BatchRecord, items: Sequence[ComputedItem], device: torch.device
 ) -> Made:
-    """What the trainer has made of a batch, of all trajectories of `share`.
-
-    items: what the workers have made of it. columns: payload key -> `late_needs` of the packet, as far as no item
-    makes them.
-    """
-    computed = [
-        (parse_result(keys.shards[item.prepared.item.shard], _entry_of(keys, item)), item.outputs)
-        for item in items
-    ]
+    """What the trainer has made of all trajectories of the batch's share. items: what the workers have made of it."""
+    share, computed = batch.share, []
+    needs = dict.fromkeys(["response_mask", *cut_chain(record.chain, record.late)[1].needs])
+    needed = [name for name in needs if name not in record.late]
+    columns = _columns(source, batch, record.k, share.own.packets, needed, strict=False)
+    for item in items:  # as a worker would publish it
+        shard = source.keys.shards[item.prepared.item.shard]
+        head = {"batch": item.prepared.item.batch, "header": item.header, "output": shard.output("")}
+        fields = {name.encode(): text.encode() for name, text in head.items()} | {b"output_bytes": b"0"}
+        fields |= {name.encode(): raw for name, raw in item.results.items()}
+        computed.append((parse_result(shard, fields), item.outputs))
     results = BatchResults([result for result, _ in computed], share.batch)
     outputs_of = [outputs for result, outputs in computed if result.header.groups]
     outputs = {}
@@ -313,26 +294,16 @@ def compute_late(
         for number, pieces in results.pieces(share.positions).items():
             place(np.frombuffer(outputs_of[number][name], dtype), pieces, outputs[name].numpy())
     everywhere = set.intersection(*map(set, columns.values())) if columns else set()
-    known = lay_out(share.own, columns, [name for name in late_needs(record) if name in everywhere], device)
-    late = {name: torch.from_numpy(_late_column(name, share, seen)).to(device) for name in record.late}
-    batch = pack_share(share, results, known, outputs, device).with_columns(**late)
-    changed, estimated, _ = run_late_chain(record, share, results, batch)
+    known = lay_out(share.own, columns, [name for name in needed if name in everywhere], device)
+    late = {}
+    for name in record.late:
+        parts = [np.zeros(0, np.float32)]
+        for group_id, index in map(share.own.identity, range(len(share.own))):
+            parts += [each.values for each in batch.seen[group_id].late[index] if each.name == name]
+        late[name] = torch.from_numpy(np.concatenate(parts)).to(device)
+    packed = pack_share(share, results, known, outputs, device).with_columns(**late)
+    changed, estimated, _ = run_late_chain(record, share, results, packed)
     return _by_member(share, {**changed, **estimated})
-
-
-def _entry_of(keys: RunKeys, item: ComputedItem) -> dict[bytes, bytes]:
-    """What a worker would publish."""
-    output = keys.shards[item.prepared.item.shard].output("")
-    head = {"batch": item.prepared.item.batch, "header": item.header, "output": output, "output_bytes": "0"}
-    numbers = {name.encode(): raw for name, raw in item.results.items()}
-    return {name.encode(): text.encode() for name, text in head.items()} | numbers
-
-
-def _late_column(name: str, share: Share, seen: Mapping[str, SeenGroup]) -> Array:
-    parts = [np.zeros(0, np.float32)]
-    for group_id, index in map(share.own.identity, range(len(share.own))):
-        parts += [numbers.values for numbers in seen[group_id].late[index] if numbers.name == name]
-    return np.concatenate(parts)
 
 
 def _by_member(share: Share, made: Mapping[str, torch.Tensor]) -> Made:
