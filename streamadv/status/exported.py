@@ -24,10 +24,9 @@ from ..run.ledger import DROPPED
 from ..store.connection import Connection
 from ..store.reasons import REASONS
 from ..store.retry import SERVER_ERRORS
-from .activity import OLDER_THAN_S
 from .causes import reasons_of, unsaved
 from .model import Status, TrainerState
-from .read import read_status
+from .read import OLDER_THAN_S, read_status
 
 logger = logging.getLogger(__name__)
 

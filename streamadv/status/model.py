@@ -71,7 +71,7 @@ class Lack:
     groups_without_rollouts: int
     groups_without_scores: int
     groups_missing: dict[str, int]  # those that lack "none", "one", "some", "all" of their rollouts
-    groups_older: list[int]  # those open for longer than each of `activity.OLDER_THAN_S`
+    groups_older: list[int]  # those open for longer than each of `read.OLDER_THAN_S`
     oldest_s: float | None  # since the first of them was opened
 
 
