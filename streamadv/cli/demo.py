@@ -76,7 +76,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status."""
     if arguments.updates is None:
         arguments.updates = DEFAULT_UPDATES[arguments.maps]
     check_arguments(arguments)

@@ -150,7 +150,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until a signal."""
     from ..gateway.server import Place, serve  # needs the packages of the extra
 
     settings, keys = settings_from(arguments), Keys.from_environment()

@@ -75,24 +75,21 @@ def list_runs(arguments: argparse.Namespace) -> None:
                 problem = "not readable for this user"
             except (StreamadvError, ResponseError) as error:
                 problem = f"not readable: {error}"
-            created = _created(value)
+            created, figures = _created(value), [problem or ""]
+            line: dict[str, Any] = {"run": name, "created": created, "ledger": None, "problem": problem}
+            line |= {"version": None, "quiet_s": None}
+            if status is not None:
+                ledger, version, quiet_s = status.ledger, status.trainer.version, status.quiet_s
+                line |= {"ledger": asdict(ledger), "version": version, "quiet_s": quiet_s}
+                active = "never" if quiet_s is None else f"{seconds_text(quiet_s)} ago"
+                numbers = (ledger.pushed, ledger.trained, ledger.queued, ledger.in_flight)
+                figures = [active, "none" if version is None else str(version), *map(str, numbers)]
             if arguments.json:
-                ledger = None if status is None else asdict(status.ledger)
-                quiet_s = None if status is None else status.quiet_s
-                version = None if status is None else status.trainer.version
-                line = {"run": name, "created": created, "ledger": ledger, "problem": problem}
-                print(json.dumps({**line, "version": version, "quiet_s": quiet_s}))
+                print(json.dumps(line))
             else:
-                rows.append((name, created or "unknown", *(_figures(status) if status else (problem or "",))))
+                rows.append((name, created or "unknown", *figures))
     if not arguments.json:
         print(in_columns(rows) if runs else "no runs")
-
-
-def _figures(status: Status) -> Iterator[str]:
-    yield "never" if status.quiet_s is None else f"{seconds_text(status.quiet_s)} ago"
-    yield "none" if status.trainer.version is None else str(status.trainer.version)
-    ledger = status.ledger
-    yield from map(str, (ledger.pushed, ledger.trained, ledger.queued, ledger.in_flight))
 
 
 def _created(value: bytes) -> str | None:
@@ -104,14 +101,12 @@ def _created(value: bytes) -> str | None:
 
 
 def create_one(arguments: argparse.Namespace) -> None:
-    """Write the settings of a run and print them."""
     with connect(arguments) as connection:
         run = open_run(connection, settings_from(arguments).run, run_settings_from(arguments))
         _show(run, arguments)
 
 
 def change_one(arguments: argparse.Namespace) -> None:
-    """Write other values of settings of a run that nobody uses, and print all."""
     with joined(arguments) as run:
         if alive := list(_alive(read_status(run))):
             raise SettingError(
@@ -122,7 +117,6 @@ def change_one(arguments: argparse.Namespace) -> None:
 
 
 def show_one(arguments: argparse.Namespace) -> None:
-    """Print the settings of a run."""
     with joined(arguments, reading=True) as run:
         _show(run, arguments)
 
@@ -131,7 +125,11 @@ def _show(run: Run, arguments: argparse.Namespace) -> None:
     manifest = run.manifest
     values = {"shards": len(manifest.keys.salts), **{name: getattr(manifest, name) for name in DEFAULTS}}
     given = {"shards", *manifest.fields}
-    pacing = _pacing(run)
+    stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
+    own = (
+        ("batch_groups", "max_staleness", "drop_after") if "epoch" in stored else ()
+    )  # once a trainer has taken it
+    pacing = {name: as_int(stored.get(name, "")) for name in own}
     if arguments.json:
         shown = {"run": run.name, "settings": values, "given": sorted(given & values.keys())}
         print(json.dumps({**shown, "trainer": pacing}))
@@ -149,16 +147,7 @@ def _show(run: Run, arguments: argparse.Namespace) -> None:
         print(printable(f"  IGNORED {line}"))
 
 
-def _pacing(run: Run) -> dict[str, int | None]:
-    """What the trainer has said of itself; {} until one has taken the run."""
-    stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
-    if "epoch" not in stored:
-        return {}
-    return {name: as_int(stored.get(name, "")) for name in ("batch_groups", "max_staleness", "drop_after")}
-
-
 def delete_one(arguments: argparse.Namespace) -> None:
-    """Delete one run, which must be named."""
     if arguments.run_name is None:
         raise SettingError("--run is not given: name the run to delete")
     with connect(arguments) as connection:

@@ -50,7 +50,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print the groups, or the rollouts of one."""
     with joined(arguments, reading=True) as run:
         if arguments.group is None:
             _list_groups(run, arguments)

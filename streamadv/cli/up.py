@@ -101,7 +101,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until the commands have ended, or a signal comes."""
     if arguments.example:
         _write_example(arguments)
         return 0
