@@ -22,7 +22,7 @@ from ..messages import one_line
 from ..status.seen import KeptEntry
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.packet import column_kind
-from ..trajectory.schema import Column, Row, Trajectory, parse_trajectory
+from ..trajectory.schema import Column, Trajectory, parse_trajectory
 from .follow import Archived, Form
 
 #: What a file of lines is called.
@@ -67,15 +67,8 @@ _FIELDS: Final = {
 }
 #: Fields of a trajectory that stand in its lines as they are.
 _SAME: Final = (
-    "rollout_index",
-    "group_size",
-    "data_source",
-    "reward",
-    "reason",
-    "batch",
-    "staleness",
-    "round",
-)
+    "rollout_index", "group_size", "data_source", "reward", "reason", "batch", "staleness", "round",
+)  # fmt: skip
 _TOKENS: Final = {**KNOWN_COLUMNS, **OUTPUT_COLUMNS}
 
 
@@ -176,7 +169,11 @@ def _lines_of(archived: Archived) -> Iterator[dict[str, Any]]:
     for trajectory in trajectories:
         fields = same | _fields_of(trajectory)
         for number, row in enumerate(trajectory.rows or [None]):
-            yield fields | first | {"row": number} | ({} if row is None else _columns_of(row))
+            line = fields | first | {"row": number}
+            if row is not None:
+                line |= {"agent": row.agent, "row_reward": row.reward, **row.columns}
+                line |= {f"{EXTRA}{name}": column.data.ravel() for name, column in row.extras.items()}
+            yield line
             first = {}
     there = {trajectory.rollout_index for trajectory in trajectories}
     absent = [member.rollout_index for member in group.members if member.rollout_index not in there]
@@ -200,11 +197,6 @@ def _fields_of(trajectory: Trajectory) -> dict[str, Any]:
         "metadata": _json(trajectory.metadata),
         "steps": _json(steps),
     }
-
-
-def _columns_of(row: Row) -> dict[str, Any]:
-    extras = {f"{EXTRA}{name}": column.data.ravel() for name, column in row.extras.items()}
-    return {"agent": row.agent, "row_reward": row.reward, **row.columns, **extras}
 
 
 def _json(value: Any) -> str | None:

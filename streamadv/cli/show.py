@@ -22,6 +22,10 @@ from .files import in_columns
 from .parser import count_or_none
 
 COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
+#: What a group has in JSON, beside what is reckoned.
+FIELDS: Final = (
+    "group_id", "where", "outcome", "batch", "round", "size", "version", "data_source", "ended_ms",
+)  # fmt: skip
 #: Rewards of a group that its line has one by one.
 MAX_REWARDS: Final = 8
 
@@ -95,18 +99,7 @@ def _list_groups(run: Run, arguments: argparse.Namespace) -> None:
     ]
     if arguments.json:
         for group in groups:
-            names = (
-                "group_id",
-                "where",
-                "outcome",
-                "batch",
-                "round",
-                "size",
-                "version",
-                "data_source",
-                "ended_ms",
-            )
-            shown = {name: getattr(group, name) for name in names}
+            shown = {name: getattr(group, name) for name in FIELDS}
             shown["rollouts"] = [member.rollout_index for member in group.members]
             more = {"rewards": _rewards(group), "reason": why(group, run.manifest), "problem": group.problem}
             print(json.dumps(shown | more))

@@ -90,16 +90,13 @@ def read_shards(run: Run) -> list[ShardState]:
         try:
             states += _states(run, page, atomic=True)
         except OutOfMemoryError:
-            states += [_read_loosely(run, each) for each in page]
+            for each in page:
+                for _ in range(1 + READ_AGAIN):
+                    (state,) = _states(run, [each], atomic=False)
+                    if next(problems_of(state), None) is None:
+                        break
+                states.append(state)
     return states
-
-
-def _read_loosely(run: Run, keys: ShardKeys) -> ShardState:
-    for _ in range(1 + READ_AGAIN):
-        (state,) = _states(run, [keys], atomic=False)
-        if next(problems_of(state), None) is None:
-            break
-    return state
 
 
 def _states(run: Run, page: Sequence[ShardKeys], *, atomic: bool) -> list[ShardState]:

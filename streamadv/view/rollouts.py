@@ -127,7 +127,10 @@ def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side
     members = []
     for number, each in enumerate(shown):
         other = ids[0 if number else min(1, len(ids) - 1)]
-        differs = _first_difference(ids[number], other)
+        common = min(len(ids[number]), len(other))
+        different = np.flatnonzero(ids[number][:common] != other[:common])
+        # The first token that the other has not; None where they are equal as far as this one goes.
+        differs = int(different[0]) if len(different) else common if len(ids[number]) > common else None
         turns = [turn for row_number, row in enumerate(each.rows) for turn in turns_of(each, row_number, row)]
         columns = [_text(each.rows[turn.row], turn, texts, differs) for turn in turns[alike:]]
         counts = each.rollout_index in group.counting
@@ -137,15 +140,6 @@ def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side
         prompt = _text(shown[0].rows[0], next(turns_of(shown[0], 0, shown[0].rows[0])), texts, None)
     gone = [member.rollout_index for member in group.members if member.rollout_index not in there]
     return Side(prompt, members, gone, max(0, len(found) - start - len(shown)))
-
-
-def _first_difference(ids: Array, other: Array) -> int | None:
-    """The first token that the other has not; None where they are equal as far as `ids` goes."""
-    common = min(len(ids), len(other))
-    different = np.flatnonzero(ids[:common] != other[:common])
-    if len(different):
-        return int(different[0])
-    return common if len(ids) > common else None
 
 
 def _text(row: Row, turn: Turn, texts: Ids, differs: int | None) -> Text:
@@ -170,7 +164,12 @@ def tokens_of(trajectory: Trajectory, texts: Ids) -> dict[str, Any]:
     rows = []
     for number, row in enumerate(trajectory.rows):
         ids, columns = row.input_ids.tolist(), dict(_columns(trajectory, number, row))
-        shown = {name: _rounded(values) for name, values in columns.items()}
+        shown: dict[str, list[Any]] = {}
+        for name, values in columns.items():
+            found = values.tolist()
+            if values.dtype.kind == "f":
+                found = [float(f"{each:.{DIGITS}g}") if np.isfinite(each) else None for each in found]
+            shown[name] = found
         of_row = {"agent": row.agent or "", "reward": row.reward, "ids": ids, "text": texts.pieces(ids)}
         rows.append({**of_row, "columns": shown})
     names = list(dict.fromkeys(name for row in rows for name in row["columns"]))
@@ -202,13 +201,6 @@ def _spans(length: int, spans: Any) -> Array:
     for number, (start, stop) in enumerate(spans):
         numbers[start:stop] = number
     return numbers
-
-
-def _rounded(values: Array) -> list[Any]:
-    if values.dtype.kind != "f":
-        found: list[Any] = values.tolist()
-        return found
-    return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 # Batches
@@ -318,7 +310,13 @@ def compute_again(run: Run, k: int, chain: str) -> Again:
         source = RunSource(run)
         batch = find_batch(source, k)
         again.about = batch.about()
-        record = with_chain(batch, _chain(chain)) if chain else None
+        chosen: str | dict[str, Any] = chain.strip()
+        if chain.lstrip().startswith("{"):
+            try:
+                chosen = json.loads(chain)
+            except ValueError as error:
+                raise SettingError(f"chain is no JSON: {one_line(str(error))}") from None
+        record = with_chain(batch, chosen) if chain else None
         computed = rewind(source, batch, torch.device("cpu"), record)
         if record is None:
             difference = first_difference(batch, computed)
@@ -332,16 +330,6 @@ def compute_again(run: Run, k: int, chain: str) -> Again:
     except StreamadvError as error:
         again.problem = str(error)
     return again
-
-
-def _chain(text: str) -> str | dict[str, Any]:
-    if not text.lstrip().startswith("{"):
-        return text.strip()
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise SettingError(f"chain is no JSON: {one_line(str(error))}") from None
-    return found
 
 
 def _in_words(change: Change) -> str:
