@@ -36,7 +36,7 @@ from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets
 from ..trajectory.packet import StoredPacket
 from ..units import counted
-from .source import Source
+from .folder import Source
 
 #: Groups that a message names.
 NAMED: Final = 8

@@ -16,7 +16,7 @@ from .compute import read_chain
 from .files import in_columns
 
 if TYPE_CHECKING:
-    from ..archive.source import Source
+    from ..archive.folder import Source
 
 COLUMNS = ("data source", "groups", "that learn", "tokens", "effective", "opposite sign")
 
@@ -78,7 +78,7 @@ def rewind(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _source(arguments: argparse.Namespace) -> Iterator[Source]:
-    from ..archive.source import FolderSource, RunSource
+    from ..archive.folder import FolderSource, RunSource
 
     if arguments.archive is not None:
         require("rewind --archive", "pyarrow")

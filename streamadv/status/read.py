@@ -94,13 +94,15 @@ def read_activity(run: Run, now_ms: int) -> Activity:
     ended: dict[str, list[str]] = {}
     for keys in run.keys.shards:
         open_groups.append((keys, next(reply)))
-        last_ms += [EntryId.of(_last_id(next(reply))).ms for _ in range(2)]
-        for name, stream in streams_of(run, keys).items():
-            last_id = _last_id(next(reply))
-            last_ms.append(EntryId.of(last_id).ms)
+        streams, infos = streams_of(run, keys), [next(reply), next(reply)]
+        for name in streams:
+            infos.append(next(reply))
+            consumers.setdefault(name, []).extend(as_mapping(consumer) for consumer in next(reply))
+        last_ids = [as_mapping(info)["last-generated-id"].decode() if info else "0-0" for info in infos]
+        last_ms += [EntryId.of(last_id).ms for last_id in last_ids]
+        for (name, stream), last_id in zip(streams.items(), last_ids[2:], strict=True):
             if last_id == LAST_ID:
                 ended.setdefault(name, []).append(stream.key)
-            consumers.setdefault(name, []).extend(as_mapping(consumer) for consumer in next(reply))
     moved_ms = max(ms for ms in last_ms if ms <= now_ms + FUTURE_MS)
     return Activity(
         workers={name: _workers(found) for name, found in consumers.items()},
@@ -178,11 +180,6 @@ def who_is_elsewhere(connection: Connection, served: str) -> Iterator[str]:
                     f"{' and '.join(who)} {'are' if who[1:] else 'is'} in run {name}, workers in {served}: leave run= "
                     f"out of the programs, which then take STREAMADV_RUN, or use `streamadv up --run {name}`"
                 )
-
-
-def _last_id(stream: Any) -> str:
-    """Of the last entry that the stream has ever had."""
-    return as_mapping(stream)["last-generated-id"].decode() if stream else "0-0"
 
 
 def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], now_ms: int) -> Lack:

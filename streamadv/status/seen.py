@@ -240,7 +240,26 @@ def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
     """Groups from the fields of their entries in a log."""
     groups, found = list[SeenGroup](), list[tuple[SeenGroup, StoredMembers]]()
     for entry, fields in page:
-        groups.append(group := _head_of(shard, where, fields, entry))
+        head = dict(zip(_HEAD, fields.get(b"head", b"").split(b" ", 6), strict=False))
+        group = SeenGroup(
+            where,
+            shard,
+            as_text(fields.get(b"group_id", b"")),
+            as_text(fields.get(b"outcome") or head.get("outcome", b"")),
+            size=as_count(head.get("size")),
+            count=as_count(head.get("count")),
+            version=as_int(head.get("version")),
+            data_source=_text(head.get("data_source")),
+            batch=as_int(fields.get(b"batch")),
+            ended_ms=as_int(entry.partition("-")[0]),
+            round=_text(fields.get(b"round")),
+            detail=as_text(fields.get(b"detail", b""), 2000),
+            entry=entry,
+        )
+        groups.append(group)
+        if b"naming" in fields:
+            k, _, drop_after = as_text(fields[b"naming"]).partition(" ")
+            group.naming = as_count(k), as_int(drop_after)
         try:
             group.record = _parse_record(fields.get(b"record", b"{}"))
             group.left_out = _INDICES.validate_json(fields.get(b"left_out", b"[]"))
@@ -256,30 +275,6 @@ def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
     for group, problem in read_in_halves(found, _fill_in):
         group.problem = problem
     return groups
-
-
-def _head_of(shard: int, where: Where, fields: Fields, entry: str) -> SeenGroup:
-    """A group without its members."""
-    head = dict(zip(_HEAD, fields.get(b"head", b"").split(b" ", 6), strict=False))
-    group = SeenGroup(
-        where,
-        shard,
-        as_text(fields.get(b"group_id", b"")),
-        as_text(fields.get(b"outcome") or head.get("outcome", b"")),
-        size=as_count(head.get("size")),
-        count=as_count(head.get("count")),
-        version=as_int(head.get("version")),
-        data_source=_text(head.get("data_source")),
-        batch=as_int(fields.get(b"batch")),
-        ended_ms=as_int(entry.partition("-")[0]),
-        round=_text(fields.get(b"round")),
-        detail=as_text(fields.get(b"detail", b""), 2000),
-        entry=entry,
-    )
-    if b"naming" in fields:
-        k, _, drop_after = as_text(fields[b"naming"]).partition(" ")
-        group.naming = as_count(k), as_int(drop_after)
-    return group
 
 
 def _fill_in(

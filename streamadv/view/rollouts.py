@@ -304,8 +304,8 @@ def compute_again(run: Run, k: int, chain: str) -> Again:
         import torch
 
         from ..archive.compare import compare, total, with_chain
+        from ..archive.folder import RunSource
         from ..archive.rewind import find_batch, first_difference, rewind
-        from ..archive.source import RunSource
 
         source = RunSource(run)
         batch = find_batch(source, k)
