@@ -36,8 +36,6 @@ SECRETS: Final = (
 DEFAULT_RUN: Final = "default"
 
 RunName = Annotated[str, AfterValidator(check_run_name)]
-
-
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
     BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),

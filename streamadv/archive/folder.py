@@ -33,8 +33,6 @@ from ..trajectory.packet import StoredPacket
 ABOUT: Final = "_archive.json"  # readers of a folder of Parquet files pass over names that begin so
 _NAME: Final = re.compile(r"kept\.([0-9]+)\.([0-9]+-[0-9]+)\.([0-9]+-[0-9]+)\.(\w+)")
 _UNFINISHED: Final = ".unfinished"
-
-
 #: Before every entry.
 NO_ENTRY: Final = EntryId(0, 0)
 

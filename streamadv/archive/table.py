@@ -167,7 +167,19 @@ def _lines_of(archived: Archived) -> Iterator[dict[str, Any]]:
     }
     first: dict[str, Any] = {"entry_fields": _packed(entry.fields)}
     for trajectory in trajectories:
-        fields = same | _fields_of(trajectory)
+        version = trajectory.model_version
+        oldest, newest = version if isinstance(version, tuple) else (version, version)
+        fields = {
+            **same,
+            **{name: getattr(trajectory, name) for name in _SAME},
+            "status": trajectory.status.value,
+            "role": trajectory.role.value,
+            "rewards": _json(trajectory.rewards),
+            "version_oldest": oldest,
+            "version_newest": newest,
+            "metadata": _json(trajectory.metadata),
+            "steps": _json([step.model_dump(exclude_defaults=True) for step in trajectory.steps]),
+        }
         for number, row in enumerate(trajectory.rows or [None]):
             line = fields | first | {"row": number}
             if row is not None:
@@ -181,22 +193,6 @@ def _lines_of(archived: Archived) -> Iterator[dict[str, Any]]:
     for index in absent or nobody:
         yield same | first | {"rollout_index": index, "problem": problem or "its members cannot be read"}
         first = {}
-
-
-def _fields_of(trajectory: Trajectory) -> dict[str, Any]:
-    version = trajectory.model_version
-    oldest, newest = version if isinstance(version, tuple) else (version, version)
-    steps = [step.model_dump(exclude_defaults=True) for step in trajectory.steps]
-    return {
-        **{name: getattr(trajectory, name) for name in _SAME},
-        "status": trajectory.status.value,
-        "role": trajectory.role.value,
-        "rewards": _json(trajectory.rewards),
-        "version_oldest": oldest,
-        "version_newest": newest,
-        "metadata": _json(trajectory.metadata),
-        "steps": _json(steps),
-    }
 
 
 def _json(value: Any) -> str | None:

@@ -72,8 +72,6 @@ WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 #: The value of a label `stage`: the stage that begins.
 THE_STAGE: Final = ("",)
-
-
 PREFIX: Final = "streamadv_"
 
 

@@ -36,7 +36,6 @@ AT: Final = {
 ORDINARY: Final = frozenset({"pacing", "groups_coming", "computing"})
 State = Literal["idle", "flowing", "waiting", "stuck"]
 
-
 #: Addresses of rows.
 OPEN: Final = "/groups?where=open"
 WAITING: Final = "/groups?where=waiting"
