@@ -25,8 +25,6 @@ from ..trajectory.packet import column_kind
 from ..trajectory.schema import Column, Trajectory, parse_trajectory
 from .follow import Archived, Form
 
-#: What a file of lines is called.
-SUFFIX: Final = "parquet"
 #: In front of the names of extra columns.
 EXTRA: Final = "extra."
 #: Key of the kinds of extra columns in a file's metadata: name -> JSON of [dtype, shape, per_token].
@@ -73,8 +71,6 @@ _TOKENS: Final = {**KNOWN_COLUMNS, **OUTPUT_COLUMNS}
 
 
 class TableFile:
-    """A file that is being written."""
-
     def __init__(self, path: Path, kinds: Mapping[str, str]) -> None:
         self._schema = _schema(kinds)
         texts = [name for name, kind in _FIELDS.items() if kind == _TEXT]
@@ -82,7 +78,6 @@ class TableFile:
         self._waiting: list[pa.Table] = []
 
     def write(self, groups: Sequence[Archived]) -> None:
-        """Append groups."""
         lines = [line for group in groups for line in _lines_of(group)]
         self._waiting.append(pa.Table.from_pylist(lines, schema=self._schema))
         if sum(table.nbytes for table in self._waiting) >= ROW_GROUP_BYTES:
@@ -139,7 +134,7 @@ def read_columns(
 
 
 #: Files as `streamadv archive` writes them.
-PARQUET: Final = Form(SUFFIX, TableFile, read_ids)
+PARQUET: Final = Form("parquet", TableFile, read_ids)
 
 
 # Writing

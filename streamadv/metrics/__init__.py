@@ -47,10 +47,13 @@ IS_MEAN: Final = "rollout_corr/rollout_is_mean"
 IS_STD: Final = "rollout_corr/rollout_is_std"
 #: Ended groups are counted when they are so many, or when they are asked for.
 GROUPS_TOGETHER: Final = 256
-#: Around a wait of a stage: for admission, for a batch, for entries. It counts while it lasts.
-wait = instruments.WAITS.wait
 #: Outcomes of groups that count in no numbers of their source.
 _NOT_COUNTED: Final = frozenset((*instruments.AT_NAMING, instruments.EVALUATED))
+
+
+def wait(stage: str) -> AbstractContextManager[None]:
+    """Around a wait of this stage: for admission, for a batch, for entries. It counts while it lasts."""
+    return instruments.WAITS.wait(stage)
 
 
 def timed(stage: str, step: str) -> AbstractContextManager[Any]:

@@ -99,19 +99,14 @@ def uncommitted_reason(
 
     named: batches not committed, of which so many are trained. committed: version.
     """
-    in_batches = live_bytes * ledger.in_flight // max(1, ledger.in_flight + ledger.queued)
+    text, in_batches = "", live_bytes * ledger.in_flight // max(1, ledger.in_flight + ledger.queued)
     held = in_batches * trained // max(1, named)
     if max_bytes and trained and held > max_bytes * UNCOMMITTED_SHARE:
-        return Reason(
-            "uncommitted",
-            f"{counted(trained, 'batch is', 'batches are')} trained and not committed, and hold some {held} bytes of "
-            f"max_bytes {max_bytes}",
-        )
-    if not committed and trained >= UNCOMMITTED_BATCHES:
-        return Reason(
-            "uncommitted", f"{trained} batches are trained and none is committed, so a crash loses all"
-        )
-    return None
+        batches = counted(trained, "batch is", "batches are")
+        text = f"{batches} trained and not committed, and hold some {held} bytes of max_bytes {max_bytes}"
+    elif not committed and trained >= UNCOMMITTED_BATCHES:
+        text = f"{trained} batches are trained and none is committed, so a crash loses all"
+    return Reason("uncommitted", text) if text else None
 
 
 def unsaved(status: Status) -> Reason | None:

@@ -234,7 +234,6 @@ class Server:
         return "keeps nothing on disk (appendonly no), a restart loses the run: CONFIG SET appendonly yes"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
         figures = asdict(self).items()
         return {name: value for name, value in figures if value is not None or name == "refuses_writes"}
 
