@@ -99,24 +99,27 @@ def _list_groups(run: Run, arguments: argparse.Namespace) -> None:
     ]
     if arguments.json:
         for group in groups:
-            shown = {name: getattr(group, name) for name in FIELDS}
-            shown["rollouts"] = [member.rollout_index for member in group.members]
-            more = {"rewards": _rewards(group), "reason": why(group, run.manifest), "problem": group.problem}
-            print(json.dumps(shown | more))
+            found = {name: getattr(group, name) for name in FIELDS}
+            found["rollouts"] = [member.rollout_index for member in group.members]
+            found |= {
+                "rewards": _rewards(group),
+                "reason": why(group, run.manifest),
+                "problem": group.problem,
+            }
+            print(json.dumps(found))
     elif not groups:
         print(f"run {run.name} has no such groups")
     else:
-        print(in_columns([COLUMNS, *(_cells(run, group) for group in groups)]))
-
-
-def _cells(run: Run, group: SeenGroup) -> tuple[str, ...]:
-    rewards = _rewards(group)
-    shown = " ".join(f"{reward:g}" for reward in rewards[:MAX_REWARDS])
-    if len(rewards) > MAX_REWARDS:
-        shown = f"{len(rewards)} of mean {sum(rewards) / len(rewards):.4g}"
-    batch, version = ("-" if number is None else str(number) for number in (group.batch, group.version))
-    reason = why(group, run.manifest)
-    return group.group_id, group.where, group.outcome, batch, version, shown or "-", reason
+        rows: list[tuple[str, ...]] = [COLUMNS]
+        for group in groups:
+            rewards = _rewards(group)
+            shown = " ".join(f"{reward:g}" for reward in rewards[:MAX_REWARDS])
+            if len(rewards) > MAX_REWARDS:
+                shown = f"{len(rewards)} of mean {sum(rewards) / len(rewards):.4g}"
+            batch, version = ("-" if each is None else str(each) for each in (group.batch, group.version))
+            reason = why(group, run.manifest)
+            rows.append((group.group_id, group.where, group.outcome, batch, version, shown or "-", reason))
+        print(in_columns(rows))
 
 
 def _rewards(group: SeenGroup) -> list[float]:
