@@ -73,11 +73,6 @@ def require(who: str, *packages: str) -> None:
         raise MissingDependencyError(f"{who} needs {', '.join(missing)}: {remedy(*missing)}")
 
 
-def require_torch(who: str) -> None:
-    """Raise MissingDependencyError, for `who`, if what computes is not installed. Imports nothing."""
-    require(who, *TO_COMPUTE)
-
-
 def load(package: str) -> ModuleType:
     """Import a package. Raises MissingDependencyError if it is not installed."""
     if not is_installed(package):

@@ -36,8 +36,6 @@ SECRETS: Final = (
 DEFAULT_RUN: Final = "default"
 
 RunName = Annotated[str, AfterValidator(check_run_name)]
-
-
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
     BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
@@ -155,12 +153,12 @@ def shown_settings(flags: Mapping[str, Any] | None = None) -> dict[str, ShownSet
     if values["redis_password"] is not None:
         values["redis_password"] = "***"
     upper = {name.upper() for name, value in os.environ.items() if value}
-
-    def source(name: str) -> str:
+    shown = {}
+    for name, value in values.items():
         variable = f"{PREFIX}{name.upper()}"
-        return "flag" if name in flags_given else variable if variable in upper else "default"
-
-    return {name: ShownSetting(value, source(name)) for name, value in values.items()}
+        source = "flag" if name in flags_given else variable if variable in upper else "default"
+        shown[name] = ShownSetting(value, source)
+    return shown
 
 
 def likely_typos(environment: Mapping[str, str] = os.environ) -> list[str]:

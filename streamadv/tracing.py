@@ -33,6 +33,8 @@ from .version import __version__
 
 logger = logging.getLogger(__name__)
 
+#: The present, as spans have it: nanoseconds since 1970.
+now = time.time_ns
 #: Links of a batch to the traces of its groups at most: what exporters keep by default.
 MAX_LINKS: Final = 128
 #: Seconds in which the end of a process waits for its last spans to be exported.
@@ -68,11 +70,6 @@ COMMIT: Final = Step("commit", "settle", "CLIENT", "groups")
 def is_on() -> bool:
     """Whether this process records traces."""
     return _api() is not None
-
-
-def now() -> int:
-    """The present, as spans have it: nanoseconds since 1970."""
-    return time.time_ns()
 
 
 def record(
@@ -135,7 +132,7 @@ def record(
 @contextmanager
 def pushing(run: str, group_id: str, rollouts: int) -> Iterator[None]:
     """Around a push: an exception that leaves the block marks its span as failed."""
-    since, failed, detail = time.time_ns(), _NONE, ""
+    since, failed, detail = now(), _NONE, ""
     try:
         yield
     except Exception as error:

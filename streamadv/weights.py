@@ -187,19 +187,14 @@ def save(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None
         arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
         _safetensors("safetensors.numpy").save_file(arrays, path, metadata)
         return
-    _safetensors("safetensors.torch").save_file(_apart(tensors), path, metadata)
-
-
-def _apart(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors without memory in common, which the format does not know: tied weights are written twice."""
     seen: set[int] = set()
-    apart = {}
+    apart = {}  # without memory in common, which the format does not know: tied weights are written twice
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         address = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
-    return apart
+    _safetensors("safetensors.torch").save_file(apart, path, metadata)
 
 
 def path_from(source: str | Path) -> Path:

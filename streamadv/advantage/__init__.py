@@ -6,4 +6,4 @@ chain, and makes dead letters of groups that break it). The trainer reads result
 
 from .. import extras
 
-extras.require_torch("streamadv.advantage")
+extras.require("streamadv.advantage", *extras.TO_COMPUTE)

@@ -15,8 +15,8 @@ from ..run.kept import unpack_results
 from ..status.kept import MASK, outputs_of
 from ..status.seen import SeenGroup
 from ..trajectory.columns import Array
+from .folder import Source
 from .rewind import Again, KeptBatch
-from .source import Source
 
 #: Columns by which the loss weighs a token.
 WEIGHTS = ("rollout_is_weights", "sample_weights")

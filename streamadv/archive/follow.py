@@ -20,9 +20,8 @@ from .. import clock, metrics
 from ..errors import SettingError, StreamadvError, WireError
 from ..run import Run, Shard
 from ..run.packets import fetch_columns
-from ..status.kept import columns_of_group, trajectories_of
+from ..status.kept import columns_of_group, trajectories_of, why
 from ..status.seen import KeptEntry, SeenGroup
-from ..status.why import why
 from ..store.keys import RUNS, EntryId
 from ..store.replies import as_count, as_int, as_text
 from ..store.retry import RETRYABLE, Outage
@@ -171,7 +170,13 @@ class ShardArchive:
             return True
         for part in _parts(page):
             self._write(part)
-        if self._is_due():
+        archive, keep_bytes = self._run.manifest.archive, self._run.manifest.keep_bytes
+        share = int(keep_bytes * FILE_SHARE / len(self._run.keys.salts)) if archive else FILE_BYTES
+        if self._file is None:
+            is_due = archive and self._read_to != self._marked
+        else:
+            is_due = self._bytes >= min(FILE_BYTES, share) or clock.now() - self._since >= FILE_S
+        if is_due:
             self.finish()
         return bool(page)
 
@@ -270,15 +275,6 @@ class ShardArchive:
         problem = group.problem or next((each.problem for each in packets if each.problem), None)
         found = [_with(own, each) for each in trajectories_of(group, packets, why(group, run.manifest))]
         return Archived(entry, group, found, problem)
-
-    def _is_due(self) -> bool:
-        """Whether the file, or the mark, is to be finished now."""
-        if self._file is None:
-            return self._run.manifest.archive and self._read_to != self._marked
-        most = FILE_BYTES
-        if self._run.manifest.archive:
-            most = min(most, int(self._run.manifest.keep_bytes * FILE_SHARE / len(self._run.keys.salts)))
-        return self._bytes >= most or clock.now() - self._since >= FILE_S
 
 
 def _parts(entries: Sequence[KeptEntry]) -> Iterator[list[KeptEntry]]:

@@ -1,4 +1,7 @@
-"""Computes a batch again from its groups that are kept, and compares the results with those that were delivered."""
+"""Computes a batch again from its groups that are kept, and compares the results with those that were delivered.
+
+Also the trainer's part of it: the steps of its chain after late columns, from those that are kept.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,33 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from ..advantage.compute import ComputedItem, compute
+from ..advantage.compute import ComputedItem, compute, lay_out
 from ..advantage.prepare import PreparedItem
+from ..advantage.results import BatchResults, parse_result
 from ..algorithms.chain import cut_chain
-from ..batch.record import BatchRecord, WorkItem, work_items
+from ..algorithms.packing import empty_column
+from ..batch.record import BatchRecord, work_items
 from ..errors import StreamadvError, WireError
 from ..grouping.groups_log import LoggedGroup, parse_groups
-from ..grouping.layout import Layout
+from ..grouping.layout import Layout, place
 from ..messages import first_problem
 from ..run.consumer import Entry
 from ..run.kept import RESULTS_OF, Numbers, unpack_results
 from ..status.kept import count_at
 from ..status.seen import KeptEntry, SeenGroup
 from ..store.keys import EntryId
+from ..trainer.delivery import pack_share, run_late_chain
 from ..trainer.plan import Rank, Share, share_of
-from ..trajectory.columns import Array
+from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets
 from ..trajectory.packet import StoredPacket
 from ..units import counted
-from .late import Made, compute_late, late_needs
-from .source import Source
+from .folder import Source
 
 #: Groups that a message names.
 NAMED: Final = 8
+#: What was made of trajectories, by group and rollout_index.
+Made = dict[str, dict[int, list[Numbers]]]
 
 
 @dataclass(frozen=True)
@@ -166,27 +173,21 @@ def rewind(
                 f"batch {record.k}: step {step.name} of its chain looks at the whole batch, and {source.name} does not "
                 f"have {batch.absent_text()}: keep all of them (keep={{'trained': 1}})"
             )
-    items = [_computed(source, batch, item, device) for item in work_items(record)]
+    items = []
+    for item in work_items(record):  # as a worker computes it
+        groups = [batch.groups[pointer.group_id] for pointer in item.groups]
+        packets = [packet for group in groups for packet in group.packets]
+        columns = _columns(source, batch, item.k, packets, cut_chain(item.chain, item.late)[0].needs)
+        prepared = PreparedItem(Entry(item.shard, "0-0", {}), item, groups, columns, share_kept=1.0)
+        items.append(compute(prepared, device))
     results = {
         name.removeprefix(RESULTS_OF): bytes(raw)
         for item in items
         for name, raw in item.outputs.items()
         if name.startswith(RESULTS_OF)
     }
-    if not parts[1].steps or batch.without_late:
-        return Again(results, {})
-    share = batch.share
-    columns = _columns(source, batch, record.k, share.own.packets, late_needs(record), strict=False)
-    return Again(results, compute_late(source.keys, record, share, batch.seen, items, columns, device))
-
-
-def _computed(source: Source, batch: KeptBatch, item: WorkItem, device: torch.device) -> ComputedItem:
-    """The results of the item's shard, as a worker computes them."""
-    groups = [batch.groups[pointer.group_id] for pointer in item.groups]
-    packets = [packet for group in groups for packet in group.packets]
-    columns = _columns(source, batch, item.k, packets, cut_chain(item.chain, item.late)[0].needs)
-    entry = Entry(item.shard, "0-0", {})
-    return compute(PreparedItem(entry, item, groups, columns, share_kept=1.0), device)
+    has_late = parts[1].steps and not batch.without_late
+    return Again(results, _compute_late(source, batch, record, items, device) if has_late else {})
 
 
 def _columns(
@@ -227,19 +228,16 @@ def first_difference(batch: KeptBatch, again: Again) -> str | None:
         kept, new = batch.results[group_id], again.results.get(group_id, b"")
         if kept != new:
             try:
-                return f"group {group_id}, {_difference(seen, unpack_results(kept), unpack_results(new))}"
+                old, now = unpack_results(kept), unpack_results(new)
             except WireError as error:
                 return f"group {group_id}, {error}"
+            found = _between(old, now, partial(_place, seen))
+            return f"group {group_id}, {found or f'kept are {_names(old)}, computed {_names(now)}'}"
         for index, made in again.late.get(group_id, {}).items():
             kept_of = [numbers for numbers in seen.late[index] if numbers.name not in batch.record.late]
             if difference := _between(kept_of, made, partial("rollout {}, {} {}, ".format, index)):
                 return f"group {group_id}, {difference}"
     return None
-
-
-def _difference(seen: SeenGroup, kept: Sequence[Numbers], new: Sequence[Numbers]) -> str:
-    found = _between(kept, new, lambda level, first: _place(seen, level, first))
-    return found or f"kept are {_names(kept)}, computed {_names(new)}"
 
 
 def _between(kept: Sequence[Numbers], new: Sequence[Numbers], place: Callable[[str, int], str]) -> str | None:
@@ -271,3 +269,52 @@ def _place(seen: SeenGroup, level: str, number: int) -> str:
 
 def _names(results: Sequence[Numbers]) -> str:
     return ", ".join(f"{len(n.values)} {n.name} per {n.level}" for n in results) or "no results"
+
+
+def _compute_late(
+    source: Source, batch: KeptBatch, record: BatchRecord, items: Sequence[ComputedItem], device: torch.device
+) -> Made:
+    """What the trainer has made of all trajectories of the batch's share. items: what the workers have made of it."""
+    share, computed = batch.share, []
+    needs = dict.fromkeys(["response_mask", *cut_chain(record.chain, record.late)[1].needs])
+    needed = [name for name in needs if name not in record.late]
+    columns = _columns(source, batch, record.k, share.own.packets, needed, strict=False)
+    for item in items:  # as a worker would publish it
+        shard = source.keys.shards[item.prepared.item.shard]
+        head = {"batch": item.prepared.item.batch, "header": item.header, "output": shard.output("")}
+        fields = {name.encode(): text.encode() for name, text in head.items()} | {b"output_bytes": b"0"}
+        fields |= {name.encode(): raw for name, raw in item.results.items()}
+        computed.append((parse_result(shard, fields), item.outputs))
+    results = BatchResults([result for result, _ in computed], share.batch)
+    outputs_of = [outputs for result, outputs in computed if result.header.groups]
+    outputs = {}
+    for name in results.columns:
+        dtype = KNOWN_COLUMNS.get(name) or OUTPUT_COLUMNS[name]
+        outputs[name] = empty_column(share.own.num_tokens, dtype, device)
+        for number, pieces in results.pieces(share.positions).items():
+            place(np.frombuffer(outputs_of[number][name], dtype), pieces, outputs[name].numpy())
+    everywhere = set.intersection(*map(set, columns.values())) if columns else set()
+    known = lay_out(share.own, columns, [name for name in needed if name in everywhere], device)
+    late = {}
+    for name in record.late:
+        parts = [np.zeros(0, np.float32)]
+        for group_id, index in map(share.own.identity, range(len(share.own))):
+            parts += [each.values for each in batch.seen[group_id].late[index] if each.name == name]
+        late[name] = torch.from_numpy(np.concatenate(parts)).to(device)
+    packed = pack_share(share, results, known, outputs, device).with_columns(**late)
+    changed, estimated, _ = run_late_chain(record, share, results, packed)
+    return _by_member(share, {**changed, **estimated})
+
+
+def _by_member(share: Share, made: Mapping[str, torch.Tensor]) -> Made:
+    found: Made = {}
+    arrays = {
+        name: (values.view(torch.uint8) if values.dtype == torch.bool else values).cpu().numpy()
+        for name, values in made.items()
+    }
+    bounds = pairwise(offsets(share.own.members.table["tokens"]).tolist())
+    for member, (start, stop) in enumerate(bounds):
+        group_id, index = share.own.identity(member)
+        own = [Numbers(name, "token", values[start:stop]) for name, values in arrays.items()]
+        found.setdefault(group_id, {})[index] = own
+    return found

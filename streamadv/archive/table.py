@@ -22,11 +22,9 @@ from ..messages import one_line
 from ..status.seen import KeptEntry
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.packet import column_kind
-from ..trajectory.schema import Column, Row, Trajectory, parse_trajectory
+from ..trajectory.schema import Column, Trajectory, parse_trajectory
 from .follow import Archived, Form
 
-#: What a file of lines is called.
-SUFFIX: Final = "parquet"
 #: In front of the names of extra columns.
 EXTRA: Final = "extra."
 #: Key of the kinds of extra columns in a file's metadata: name -> JSON of [dtype, shape, per_token].
@@ -67,21 +65,12 @@ _FIELDS: Final = {
 }
 #: Fields of a trajectory that stand in its lines as they are.
 _SAME: Final = (
-    "rollout_index",
-    "group_size",
-    "data_source",
-    "reward",
-    "reason",
-    "batch",
-    "staleness",
-    "round",
-)
+    "rollout_index", "group_size", "data_source", "reward", "reason", "batch", "staleness", "round",
+)  # fmt: skip
 _TOKENS: Final = {**KNOWN_COLUMNS, **OUTPUT_COLUMNS}
 
 
 class TableFile:
-    """A file that is being written."""
-
     def __init__(self, path: Path, kinds: Mapping[str, str]) -> None:
         self._schema = _schema(kinds)
         texts = [name for name, kind in _FIELDS.items() if kind == _TEXT]
@@ -89,7 +78,6 @@ class TableFile:
         self._waiting: list[pa.Table] = []
 
     def write(self, groups: Sequence[Archived]) -> None:
-        """Append groups."""
         lines = [line for group in groups for line in _lines_of(group)]
         self._waiting.append(pa.Table.from_pylist(lines, schema=self._schema))
         if sum(table.nbytes for table in self._waiting) >= ROW_GROUP_BYTES:
@@ -146,7 +134,7 @@ def read_columns(
 
 
 #: Files as `streamadv archive` writes them.
-PARQUET: Final = Form(SUFFIX, TableFile, read_ids)
+PARQUET: Final = Form("parquet", TableFile, read_ids)
 
 
 # Writing
@@ -174,9 +162,25 @@ def _lines_of(archived: Archived) -> Iterator[dict[str, Any]]:
     }
     first: dict[str, Any] = {"entry_fields": _packed(entry.fields)}
     for trajectory in trajectories:
-        fields = same | _fields_of(trajectory)
+        version = trajectory.model_version
+        oldest, newest = version if isinstance(version, tuple) else (version, version)
+        fields = {
+            **same,
+            **{name: getattr(trajectory, name) for name in _SAME},
+            "status": trajectory.status.value,
+            "role": trajectory.role.value,
+            "rewards": _json(trajectory.rewards),
+            "version_oldest": oldest,
+            "version_newest": newest,
+            "metadata": _json(trajectory.metadata),
+            "steps": _json([step.model_dump(exclude_defaults=True) for step in trajectory.steps]),
+        }
         for number, row in enumerate(trajectory.rows or [None]):
-            yield fields | first | {"row": number} | ({} if row is None else _columns_of(row))
+            line = fields | first | {"row": number}
+            if row is not None:
+                line |= {"agent": row.agent, "row_reward": row.reward, **row.columns}
+                line |= {f"{EXTRA}{name}": column.data.ravel() for name, column in row.extras.items()}
+            yield line
             first = {}
     there = {trajectory.rollout_index for trajectory in trajectories}
     absent = [member.rollout_index for member in group.members if member.rollout_index not in there]
@@ -184,27 +188,6 @@ def _lines_of(archived: Archived) -> Iterator[dict[str, Any]]:
     for index in absent or nobody:
         yield same | first | {"rollout_index": index, "problem": problem or "its members cannot be read"}
         first = {}
-
-
-def _fields_of(trajectory: Trajectory) -> dict[str, Any]:
-    version = trajectory.model_version
-    oldest, newest = version if isinstance(version, tuple) else (version, version)
-    steps = [step.model_dump(exclude_defaults=True) for step in trajectory.steps]
-    return {
-        **{name: getattr(trajectory, name) for name in _SAME},
-        "status": trajectory.status.value,
-        "role": trajectory.role.value,
-        "rewards": _json(trajectory.rewards),
-        "version_oldest": oldest,
-        "version_newest": newest,
-        "metadata": _json(trajectory.metadata),
-        "steps": _json(steps),
-    }
-
-
-def _columns_of(row: Row) -> dict[str, Any]:
-    extras = {f"{EXTRA}{name}": column.data.ravel() for name, column in row.extras.items()}
-    return {"agent": row.agent, "row_reward": row.reward, **row.columns, **extras}
 
 
 def _json(value: Any) -> str | None:

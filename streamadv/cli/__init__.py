@@ -2,8 +2,7 @@
 
 `add_parser` sets two defaults: `run`, a function that takes the parsed arguments and returns the exit status if that
 may be another than 0, and `packages`, the packages of extras that the command needs. A command reads its arguments,
-calls one function of another room and prints; it keeps nothing. They share `parser.py`, `files.py` and
-`run_options.py`.
+calls one function of another room and prints; it keeps nothing. They share `parser.py` and `files.py`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Follow until a signal, or write once."""
     settings = settings_from(arguments)
     if not arguments.once:
         return int(importlib.import_module("workers.archiver").main(settings, arguments.folder))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from . import add_import_option
 from .files import Advance, add_format_option, number_in, progress, trajectories_of
 
 if TYPE_CHECKING:
-    from ..algorithms import Chain, ChainResult, PackedBatch
+    from ..algorithms import ChainResult, PackedBatch
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,7 +60,11 @@ def run(
     the exit status 0. Raises TrajectoryError naming the file and where in it, SettingError for a wrong chain or an
     output that cannot be written; then there is no output.
     """
-    from ..algorithms import build_chain, run_chain  # torch: only commands that compute load it
+    from ..algorithms import (  # torch: only commands that compute load it
+        build_chain,
+        pack_trajectories,
+        run_chain,
+    )
 
     if output.resolve() == file.resolve():
         raise SettingError(f"--output {output} is the input: choose another file")
@@ -69,36 +72,35 @@ def run(
         raise SettingError(f"--output {output}: there is no folder {output.absolute().parent}")
     chain = build_chain(chain_from(preset, config))
     with progress("read", number_in(file, form)) as advance:
-        lines = list(_read(file, form, advance))
-    usable = sorted(
-        (line for line in lines if line.counts),
-        key=lambda line: (line.trajectory.group_id, line.trajectory.rollout_index),
-    )
+        numbered = dict(enumerate(_read(file, form, advance), 1))
+    usable = {
+        number: each
+        for number, each in sorted(
+            numbered.items(), key=lambda item: (item[1].group_id, item[1].rollout_index)
+        )
+        if each.status.usable and each.reward is not None and each.role is not Role.EVAL
+    }
     if not usable:
         raise TrajectoryError(f"{file}: holds no trajectory with a reward")
-    batch = _pack(usable, chain)
-    result = run_chain(chain, batch)
-    finished = dict(_finished(usable, batch, result))
-    with progress("written", len(lines)) as advance:
-        _write(output, (finished.get(line.where, line.trajectory) for line in lines), advance)
-    groups = counted(batch.num_groups, "group")
-    print(
-        f"computed {len(usable)} of {counted(len(lines), 'trajectory', 'trajectories')} in {groups}: {output}"
+    names = ["response_mask", *chain.needs]
+    for number, each in usable.items():
+        missing = [name for name in names if name not in each.rows[0].columns]
+        if missing:
+            raise TrajectoryError(
+                f"{file}: trajectory {number}: column {missing[0]} is missing, the chain needs it: write it, or choose "
+                "another preset"
+            )
+    batch = pack_trajectories(list(usable.values()), names)
+    finished = _finished(usable.values(), batch, run_chain(chain, batch))
+    numbered |= zip(usable, finished, strict=True)
+    with progress("written", len(numbered)) as advance:
+        _write(output, numbered.values(), advance)
+    groups, all_of_them = (
+        counted(batch.num_groups, "group"),
+        counted(len(numbered), "trajectory", "trajectories"),
     )
+    print(f"computed {len(usable)} of {all_of_them} in {groups}: {output}")
     return 0
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A trajectory and where it stands."""
-
-    where: str
-    trajectory: Trajectory
-
-    @property
-    def counts(self) -> bool:
-        trajectory = self.trajectory
-        return trajectory.status.usable and trajectory.reward is not None and trajectory.role is not Role.EVAL
 
 
 def read_chain(path: Path, option: str) -> dict[str, Any]:
@@ -114,17 +116,17 @@ def read_chain(path: Path, option: str) -> dict[str, Any]:
     return data
 
 
-def _read(path: Path, form: str | None, advance: Advance) -> Iterator[_Line]:
+def _read(path: Path, form: str | None, advance: Advance) -> Iterator[Trajectory]:
     seen: dict[tuple[str, int], int] = {}
     for number, trajectory in enumerate(trajectories_of(path, form), 1):
         advance(1)
-        line = _Line(f"{path}: trajectory {number}", trajectory)  # not its line: blank ones are skipped
+        where = f"{path}: trajectory {number}"  # not its line: blank ones are skipped
         if trajectory.status.usable and not trajectory.scored:
-            raise TrajectoryError(f"{line.where}: reward is missing: add it, or null for an unscorable one")
+            raise TrajectoryError(f"{where}: reward is missing: add it, or null for an unscorable one")
         first = seen.setdefault((trajectory.group_id, trajectory.rollout_index), number)
         if first != number:
-            raise TrajectoryError(f"{line.where}: repeats group_id and rollout_index of trajectory {first}")
-        yield line
+            raise TrajectoryError(f"{where}: repeats group_id and rollout_index of trajectory {first}")
+        yield trajectory
 
 
 def _write(output: Path, trajectories: Iterable[Trajectory], advance: Advance) -> None:
@@ -138,23 +140,10 @@ def _write(output: Path, trajectories: Iterable[Trajectory], advance: Advance) -
         raise SettingError(f"--output {output}: cannot be written: {error.strerror}") from None
 
 
-def _pack(lines: Sequence[_Line], chain: Chain) -> PackedBatch:
-    from ..algorithms import pack_trajectories
-
-    names = ["response_mask", *chain.needs]
-    for line in lines:
-        missing = [name for name in names if name not in line.trajectory.rows[0].columns]
-        if missing:
-            raise TrajectoryError(
-                f"{line.where}: column {missing[0]} is missing, the chain needs it: write it, or choose another preset"
-            )
-    return pack_trajectories([line.trajectory for line in lines], names)
-
-
 def _finished(
-    lines: Sequence[_Line], batch: PackedBatch, result: ChainResult
-) -> Iterator[tuple[str, Trajectory]]:
-    """Each line's trajectory with the chain's outputs in its rows."""
+    trajectories: Iterable[Trajectory], batch: PackedBatch, result: ChainResult
+) -> Iterator[Trajectory]:
+    """The trajectories with the chain's outputs in their rows."""
     from ..algorithms import expand
 
     assert result.advantages is not None  # the chain is not cut
@@ -163,10 +152,10 @@ def _finished(
     returns = result.advantages if result.returns is None else result.returns
     columns["returns"] = expand(batch, result.level, returns)
     bounds = iter(zip(batch.cu_seqlens.tolist(), batch.cu_seqlens[1:].tolist(), strict=False))
-    for line in lines:
+    for trajectory in trajectories:
         rows = []
-        for row in line.trajectory.rows:
+        for row in trajectory.rows:
             start, end = next(bounds)
             update = {name: column[start:end].numpy() for name, column in columns.items()}
             rows.append(row.model_copy(update=update))
-        yield line.where, line.trajectory.model_copy(update={"rows": rows})
+        yield trajectory.model_copy(update={"rows": rows})

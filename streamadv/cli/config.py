@@ -42,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print settings and chain, or access rules."""
     if arguments.what == "acl":
         print_acl(settings_from(arguments).run, arguments.user_prefix)
         return
@@ -62,7 +61,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def print_acl(run: str, user_prefix: str) -> None:
-    """Print a line of an ACL file for each role."""
     if not USER_PREFIX.fullmatch(user_prefix):
         raise SettingError(f"--user-prefix {user_prefix!r}: use letters, digits, '.', '_' and '-'")
     lines = []

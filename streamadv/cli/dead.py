@@ -39,7 +39,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def list_all(arguments: argparse.Namespace) -> None:
-    """Print a line for each dead group."""
     with joined(arguments, reading=True) as run:
         dead_groups = list(list_dead(run))
         if not dead_groups and not arguments.json:
@@ -58,13 +57,11 @@ def list_all(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print one dead group as JSON."""
     with joined(arguments, reading=True) as run:
         print(json.dumps(dataclasses.asdict(show_dead(run, arguments.group)), indent=2))
 
 
 def requeue_some(arguments: argparse.Namespace) -> None:
-    """Requeue the named groups."""
     with joined(arguments) as run:
 
         def requeued(group_id: str) -> int:
@@ -80,7 +77,6 @@ def requeue_some(arguments: argparse.Namespace) -> None:
 
 
 def purge_some(arguments: argparse.Namespace) -> None:
-    """Purge the named groups."""
     with joined(arguments) as run:
         groups = 0
         for group_id, _ in _done(run, arguments, lambda group_id: purge(run, group_id), "purged"):
@@ -93,7 +89,19 @@ def _done(
     run: Run, arguments: argparse.Namespace, act: Callable[[str], Any], what: str
 ) -> Iterator[tuple[str, Any]]:
     """The named groups, each with what `act` has returned. With --all one that refuses is said and left out."""
-    groups = _named(run, arguments, requeueable=what == "requeued")
+    groups: list[str] = arguments.groups
+    if arguments.all:
+        dead = list(list_dead(run))
+        if what == "requeued":
+            dead = [group for group in dead if group.reason != MALFORMED]
+            if lost := sum(group.emptied for group in dead):
+                announce(
+                    f"not requeued, payloads deleted (dead_bytes): {counted(lost, 'group')}", "not_requeued"
+                )
+                dead = [group for group in dead if not group.emptied]
+        groups = list(dict.fromkeys(group.group_id for group in dead))
+    elif not groups:
+        raise SettingError("no group is named: give their ids, or --all")
     with progress(what, len(groups)) as advance:
         for group_id in groups:
             try:
@@ -105,16 +113,3 @@ def _done(
                 continue
             advance(1)
             yield group_id, found
-
-
-def _named(run: Run, arguments: argparse.Namespace, requeueable: bool) -> list[str]:
-    if arguments.all:
-        dead = [group for group in list_dead(run) if not (requeueable and group.reason == MALFORMED)]
-        if requeueable and (lost := sum(group.emptied for group in dead)):
-            announce(f"not requeued, payloads deleted (dead_bytes): {counted(lost, 'group')}", "not_requeued")
-            dead = [group for group in dead if not group.emptied]
-        return list(dict.fromkeys(group.group_id for group in dead))
-    if not arguments.groups:
-        raise SettingError("no group is named: give their ids, or --all")
-    groups: list[str] = arguments.groups
-    return groups

@@ -18,7 +18,6 @@ from ..processes.machine import Signals
 from . import INTERRUPTED, add_log_options, settings_from
 from .view import open_page
 
-NEEDED: Final = (*TO_COMPUTE, "gymnasium", "matplotlib")
 SUPPLIED: Final = ("input_ids", "response_mask", "rollout_log_probs", "token_level_rewards")
 
 
@@ -72,11 +71,10 @@ def add_parser(subparsers: Any) -> None:
         help="learning curve (default demo-learning-curve.png)",
     )
     add_log_options(parser)
-    parser.set_defaults(run=run, packages=NEEDED)
+    parser.set_defaults(run=run, packages=(*TO_COMPUTE, "gymnasium", "matplotlib"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; returns the exit status."""
     if arguments.updates is None:
         arguments.updates = DEFAULT_UPDATES[arguments.maps]
     check_arguments(arguments)

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from ..status.evaluations import Evaluation, read_evaluations
+from ..status.evaluations import read_evaluations
 from . import add_one_shot_options, joined
 from .files import in_columns
 
@@ -29,7 +29,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def show_evaluations(arguments: argparse.Namespace) -> None:
-    """Print all that are stored of the run."""
     with joined(arguments, reading=True) as run:
         evaluations = read_evaluations(run)
     if arguments.json:
@@ -37,17 +36,10 @@ def show_evaluations(arguments: argparse.Namespace) -> None:
     elif not evaluations:
         print(f"run {run.name}: no group of role eval has ended yet")
     else:
-        print(in_columns([COLUMNS, *map(_cells, evaluations)], numbers=True))
-
-
-def _cells(evaluation: Evaluation) -> tuple[str, ...]:
-    numbers = (evaluation.mean, evaluation.std_error, evaluation.best, evaluation.min, evaluation.max)
-    return (
-        evaluation.data_source or "-",
-        evaluation.round or "-",
-        evaluation.versions or "-",
-        *("-" if number is None else f"{number:.4g}" for number in numbers),
-        str(evaluation.trajectories),
-        str(evaluation.groups),
-        str(evaluation.failed),
-    )
+        rows: list[tuple[str, ...]] = [COLUMNS]
+        for each in evaluations:
+            names = (each.data_source or "-", each.round or "-", each.versions or "-")
+            figures = (each.mean, each.std_error, each.best, each.min, each.max)
+            shown = ("-" if figure is None else f"{figure:.4g}" for figure in figures)
+            rows.append((*names, *shown, *map(str, (each.trajectories, each.groups, each.failed))))
+        print(in_columns(rows, numbers=True))

@@ -21,5 +21,4 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal."""
     return int(importlib.import_module("workers.exporter").main(settings_from(arguments)))

@@ -19,7 +19,6 @@ from . import INTERRUPTED, add_log_options, add_process_options, settings_from
 from .parser import count, seconds, size
 
 KEY_DAYS: Final = 30.0
-_DAY_S: Final = 86400.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -150,12 +149,11 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until a signal."""
     from ..gateway.server import Place, serve  # needs the packages of the extra
 
     settings, keys = settings_from(arguments), Keys.from_environment()
     if arguments.print_key:
-        print(keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S))
+        print(keys.sign("operator", settings.run, None, KEY_DAYS * 86400))
         return
     given = {name: getattr(arguments, name) for name in Options.__slots__ if name != "engines"}
     options = Options(tuple(arguments.engine or ()), **given)
@@ -173,7 +171,7 @@ def run_processes(arguments: argparse.Namespace) -> int:
     group = {"size": arguments.size, "data_source": arguments.data_source, "metadata": arguments.metadata}
     running = Running(
         url_of(arguments.gateway),
-        keys.sign("operator", settings.run, None, KEY_DAYS * _DAY_S),
+        keys.sign("operator", settings.run, None, KEY_DAYS * 86400),
         arguments.commands[0] if arguments.commands else [],
         arguments.reward,
         arguments.timeout_s,

@@ -40,23 +40,20 @@ class CommandParser(argparse.ArgumentParser):
         options = [word for word in unknown if word.startswith("-") and len(word) > 1]
         if options:
             if "run_name" in parsed:
-                self._refuse_settings(words, options, parsed.run_name)
+                from .runs import settings_among
+
+                if settings_among(options) and (found := settings_among(words)):
+                    command = shlex.join(["--run", run_name(parsed.run_name), *found])
+                    remedy = f"`streamadv runs create {command}`, or `runs change` where it has another value"
+                    option = found[0].partition("=")[0]
+                    text = f"{self.prog}: error: {option} is a setting of the run: use {remedy}\n"
+                    self.exit(WRONG_USAGE, text)
             option = options[0].partition("=")[0]
             known = [name for action in self._actions for name in action.option_strings]
             self.error(f"unrecognized option {option}{did_you_mean(option, known)}")
         elif unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self.get_default('instead') or ''}")
         return parsed, []
-
-    def _refuse_settings(self, words: Sequence[str], unknown: Sequence[str], run: str | None) -> None:
-        """An error with the command that takes them if there are settings of the run among the unknown words."""
-        from .run_options import settings_among
-
-        if settings_among(unknown) and (found := settings_among(words)):
-            command = shlex.join(["--run", run_name(run), *found])
-            option = found[0].partition("=")[0]
-            remedy = f"`streamadv runs create {command}`, or `runs change` where it has another value"
-            self.exit(WRONG_USAGE, f"{self.prog}: error: {option} is a setting of the run: use {remedy}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -31,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def list_all(arguments: argparse.Namespace) -> None:
-    """Print how far the run is."""
     with joined(arguments, reading=True) as run:
         lines, ends = read_progress(run, run.now_ms()), read_ends(run)
         sets = [(prompts.name, by_source(prompts, ends)) for prompts in read_sets(run)]
@@ -57,7 +56,6 @@ def _seen_text(seen: TriesSeen) -> str:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print one data set, prompt by prompt."""
     with joined(arguments, reading=True) as run:
         sets = [prompts for prompts in read_sets(run) if prompts.name == arguments.name]
         if not sets:

@@ -68,14 +68,10 @@ def run(arguments: argparse.Namespace) -> None:
             raise (error if str(error).startswith(named) else TrajectoryError(f"{named} {error}")) from None
         finally:
             if finished or codes:
-                _print_summary(codes)
-
-
-def _print_summary(codes: Counter[str]) -> None:
-    duplicates = codes["duplicate"]
-    late = codes["surplus"] + codes["late"]
-    more = f", {late} of them after their group had ended" if late else ""
-    print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}", flush=True)
+                late = codes["surplus"] + codes["late"]
+                more = f", {late} of them after their group had ended" if late else ""
+                duplicates = codes["duplicate"]
+                print(f"pushed {codes.total() - duplicates}, duplicates {duplicates}{more}", flush=True)
 
 
 def replay(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,7 @@ from .compute import read_chain
 from .files import in_columns
 
 if TYPE_CHECKING:
-    from ..archive.compare import Change
-    from ..archive.source import Source
+    from ..archive.folder import Source
 
 COLUMNS = ("data source", "groups", "that learn", "tokens", "effective", "opposite sign")
 
@@ -48,7 +47,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def rewind(arguments: argparse.Namespace) -> int:
-    """Compare, and print."""
     from ..algorithms.device import choose_device  # imports torch
     from ..archive import compare
     from ..archive.rewind import find_batch, first_difference
@@ -67,13 +65,20 @@ def rewind(arguments: argparse.Namespace) -> int:
         is_file = path.suffix == ".json" or path.is_file()
         record = compare.with_chain(batch, read_chain(path, "--chain") if is_file else arguments.chain)
         changes = compare.compare(source, batch, computed(source, batch, device, record))
-    print(in_columns([COLUMNS, *_rows(changes)], numbers=True))
+    rows = [COLUMNS]
+    for source_name, change in changes.items():
+        before, after = change.before, change.after
+        learn, tokens = f"{before.groups} -> {after.groups}", f"{before.tokens} -> {after.tokens}"
+        effective = f"{before.effective:.1f} -> {after.effective:.1f}"
+        opposite = f"{change.signs} of {change.compared}"
+        rows.append((source_name or "-", str(change.groups), learn, tokens, effective, opposite))
+    print(in_columns(rows, numbers=True))
     return 0
 
 
 @contextmanager
 def _source(arguments: argparse.Namespace) -> Iterator[Source]:
-    from ..archive.source import FolderSource, RunSource
+    from ..archive.folder import FolderSource, RunSource
 
     if arguments.archive is not None:
         require("rewind --archive", "pyarrow")
@@ -81,16 +86,3 @@ def _source(arguments: argparse.Namespace) -> Iterator[Source]:
         return
     with joined(arguments, reading=True) as run:
         yield RunSource(run)
-
-
-def _rows(changes: Mapping[str, Change]) -> Iterator[tuple[str, ...]]:
-    for source, change in changes.items():
-        before, after = change.before, change.after
-        yield (
-            source or "-",
-            str(change.groups),
-            f"{before.groups} -> {after.groups}",
-            f"{before.tokens} -> {after.tokens}",
-            f"{before.effective:.1f} -> {after.effective:.1f}",
-            f"{change.signs} of {change.compared}",
-        )

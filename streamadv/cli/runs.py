@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from ..errors import SettingError, StreamadvError
 from ..messages import printable
 from ..run import Run, find_run, open_run
-from ..run.manifest import DEFAULTS
+from ..run.manifest import DEFAULTS, RunSettings
 from ..status import Status, read_status
 from ..status.audit import delete_run
 from ..store.keys import RUNS
@@ -22,7 +22,7 @@ from ..store.replies import as_int, as_text, as_texts
 from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, connect, joined, settings_from
 from .files import in_columns
-from .run_options import add_run_options, run_settings_from
+from .parser import count, count_or_none, names, shares, size
 from .status import stage_of
 
 
@@ -75,24 +75,21 @@ def list_runs(arguments: argparse.Namespace) -> None:
                 problem = "not readable for this user"
             except (StreamadvError, ResponseError) as error:
                 problem = f"not readable: {error}"
-            created = _created(value)
+            created, figures = _created(value), [problem or ""]
+            line: dict[str, Any] = {"run": name, "created": created, "ledger": None, "problem": problem}
+            line |= {"version": None, "quiet_s": None}
+            if status is not None:
+                ledger, version, quiet_s = status.ledger, status.trainer.version, status.quiet_s
+                line |= {"ledger": asdict(ledger), "version": version, "quiet_s": quiet_s}
+                active = "never" if quiet_s is None else f"{seconds_text(quiet_s)} ago"
+                numbers = (ledger.pushed, ledger.trained, ledger.queued, ledger.in_flight)
+                figures = [active, "none" if version is None else str(version), *map(str, numbers)]
             if arguments.json:
-                ledger = None if status is None else asdict(status.ledger)
-                quiet_s = None if status is None else status.quiet_s
-                version = None if status is None else status.trainer.version
-                line = {"run": name, "created": created, "ledger": ledger, "problem": problem}
-                print(json.dumps({**line, "version": version, "quiet_s": quiet_s}))
+                print(json.dumps(line))
             else:
-                rows.append((name, created or "unknown", *(_figures(status) if status else (problem or "",))))
+                rows.append((name, created or "unknown", *figures))
     if not arguments.json:
         print(in_columns(rows) if runs else "no runs")
-
-
-def _figures(status: Status) -> Iterator[str]:
-    yield "never" if status.quiet_s is None else f"{seconds_text(status.quiet_s)} ago"
-    yield "none" if status.trainer.version is None else str(status.trainer.version)
-    ledger = status.ledger
-    yield from map(str, (ledger.pushed, ledger.trained, ledger.queued, ledger.in_flight))
 
 
 def _created(value: bytes) -> str | None:
@@ -104,14 +101,12 @@ def _created(value: bytes) -> str | None:
 
 
 def create_one(arguments: argparse.Namespace) -> None:
-    """Write the settings of a run and print them."""
     with connect(arguments) as connection:
         run = open_run(connection, settings_from(arguments).run, run_settings_from(arguments))
         _show(run, arguments)
 
 
 def change_one(arguments: argparse.Namespace) -> None:
-    """Write other values of settings of a run that nobody uses, and print all."""
     with joined(arguments) as run:
         if alive := list(_alive(read_status(run))):
             raise SettingError(
@@ -122,7 +117,6 @@ def change_one(arguments: argparse.Namespace) -> None:
 
 
 def show_one(arguments: argparse.Namespace) -> None:
-    """Print the settings of a run."""
     with joined(arguments, reading=True) as run:
         _show(run, arguments)
 
@@ -131,7 +125,11 @@ def _show(run: Run, arguments: argparse.Namespace) -> None:
     manifest = run.manifest
     values = {"shards": len(manifest.keys.salts), **{name: getattr(manifest, name) for name in DEFAULTS}}
     given = {"shards", *manifest.fields}
-    pacing = _pacing(run)
+    stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
+    own = (
+        ("batch_groups", "max_staleness", "drop_after") if "epoch" in stored else ()
+    )  # once a trainer has taken it
+    pacing = {name: as_int(stored.get(name, "")) for name in own}
     if arguments.json:
         shown = {"run": run.name, "settings": values, "given": sorted(given & values.keys())}
         print(json.dumps({**shown, "trainer": pacing}))
@@ -149,16 +147,7 @@ def _show(run: Run, arguments: argparse.Namespace) -> None:
         print(printable(f"  IGNORED {line}"))
 
 
-def _pacing(run: Run) -> dict[str, int | None]:
-    """What the trainer has said of itself; {} until one has taken the run."""
-    stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
-    if "epoch" not in stored:
-        return {}
-    return {name: as_int(stored.get(name, "")) for name in ("batch_groups", "max_staleness", "drop_after")}
-
-
 def delete_one(arguments: argparse.Namespace) -> None:
-    """Delete one run, which must be named."""
     if arguments.run_name is None:
         raise SettingError("--run is not given: name the run to delete")
     with connect(arguments) as connection:
@@ -186,3 +175,63 @@ def _alive(status: Status) -> Iterator[str]:
         yield from (f"{stage_of(name)} {worker.name}" for worker in stream.workers if worker.alive)
     if status.trainer.in_charge:
         yield status.trainer.in_charge
+
+
+_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "shards": {"type": int, "metavar": "N"},
+    "group_deadline_s": {"type": float, "metavar": "S"},
+    "redundancy": {"type": int, "metavar": "N"},
+    "partial_min_usable": {"type": int, "metavar": "K"},
+    "zero_variance_filter": {"action": argparse.BooleanOptionalAction},
+    "difficulty_low": {"type": float, "metavar": "R"},
+    "difficulty_high": {"type": float, "metavar": "R"},
+    "filter_by": {"metavar": "NAME"},
+    "scorers": {"type": names, "metavar": "A,B"},
+    "max_trajectory_bytes": {"type": size, "metavar": "SIZE"},
+    "max_bytes": {"type": size, "metavar": "SIZE"},
+    "dedupe_groups": {"type": int, "metavar": "N"},
+    "dead_bytes": {"type": size, "metavar": "SIZE"},
+    "keep_bytes": {"type": size, "metavar": "SIZE"},
+    "keep": {"type": shares, "metavar": "KIND=SHARE,..."},
+    "archive": {"action": argparse.BooleanOptionalAction},
+    "tokenizer": {"metavar": "PATH"},
+}
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each setting."""
+    group = parser.add_argument_group("settings of the run")
+    for name, options in _SETTINGS.items():
+        default = {"shards": 1, **DEFAULTS}[name]
+        shown = size_text(default) if name.endswith("_bytes") and default else str(default).removesuffix(".0")
+        text = RunSettings.model_fields[name].description
+        more = f" (default {shown})" if default is not None and default != () else ""
+        group.add_argument(_flag(name), help=f"{text}{more}", **options)
+    pacing = parser.add_argument_group("pacing until a trainer says its own")
+    pacing.add_argument("--batch-groups", type=count, metavar="N", help="groups of a batch")
+    pacing.add_argument(
+        "--max-staleness", type=count_or_none, metavar="N", help="(N + 1) x batch_groups groups may be begun"
+    )
+
+
+def run_settings_from(arguments: argparse.Namespace) -> RunSettings:
+    """The run's settings among the parsed arguments."""
+    return RunSettings(**{name: getattr(arguments, name) for name in RunSettings.model_fields})
+
+
+def settings_among(words: Sequence[str]) -> list[str]:
+    """The options of settings among the words of a command, with their values."""
+    switches = [name for name, options in _SETTINGS.items() if "action" in options]
+    alone = {f"--{no}{name.replace('_', '-')}" for name in switches for no in ("", "no-")}
+    flags = {_flag(name) for name in RunSettings.model_fields} - alone
+    found: list[str] = []
+    for place, word in enumerate(words):
+        if word in flags:
+            found += words[place : place + 2]
+        elif word in alone or word.partition("=")[0] in flags:
+            found.append(word)
+    return found
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -19,5 +19,4 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the schema."""
     print(json.dumps(trajectory_json_schema(), indent=2))

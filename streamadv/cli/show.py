@@ -12,10 +12,8 @@ from pydantic_core import to_json
 from ..errors import StreamadvError
 from ..messages import printable
 from ..run import Run
-from ..status.kept import read_trajectories
+from ..status.kept import advantage_range, read_trajectories, turns_of, why
 from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
-from ..status.turns import advantage_range, turns_of
-from ..status.why import why
 from ..trajectory.schema import Trajectory
 from ..units import counted
 from ..view.texts import Ids, open_tokenizer
@@ -24,6 +22,10 @@ from .files import in_columns
 from .parser import count_or_none
 
 COLUMNS: Final = ("GROUP", "WHERE", "OUTCOME", "BATCH", "VERSION", "REWARDS", "WHY")
+#: What a group has in JSON, beside what is reckoned.
+FIELDS: Final = (
+    "group_id", "where", "outcome", "batch", "round", "size", "version", "data_source", "ended_ms",
+)  # fmt: skip
 #: Rewards of a group that its line has one by one.
 MAX_REWARDS: Final = 8
 
@@ -52,7 +54,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print the groups, or the rollouts of one."""
     with joined(arguments, reading=True) as run:
         if arguments.group is None:
             _list_groups(run, arguments)
@@ -98,35 +99,27 @@ def _list_groups(run: Run, arguments: argparse.Namespace) -> None:
     ]
     if arguments.json:
         for group in groups:
-            names = (
-                "group_id",
-                "where",
-                "outcome",
-                "batch",
-                "round",
-                "size",
-                "version",
-                "data_source",
-                "ended_ms",
-            )
-            shown = {name: getattr(group, name) for name in names}
-            shown["rollouts"] = [member.rollout_index for member in group.members]
-            more = {"rewards": _rewards(group), "reason": why(group, run.manifest), "problem": group.problem}
-            print(json.dumps(shown | more))
+            found = {name: getattr(group, name) for name in FIELDS}
+            found["rollouts"] = [member.rollout_index for member in group.members]
+            found |= {
+                "rewards": _rewards(group),
+                "reason": why(group, run.manifest),
+                "problem": group.problem,
+            }
+            print(json.dumps(found))
     elif not groups:
         print(f"run {run.name} has no such groups")
     else:
-        print(in_columns([COLUMNS, *(_cells(run, group) for group in groups)]))
-
-
-def _cells(run: Run, group: SeenGroup) -> tuple[str, ...]:
-    rewards = _rewards(group)
-    shown = " ".join(f"{reward:g}" for reward in rewards[:MAX_REWARDS])
-    if len(rewards) > MAX_REWARDS:
-        shown = f"{len(rewards)} of mean {sum(rewards) / len(rewards):.4g}"
-    batch, version = ("-" if number is None else str(number) for number in (group.batch, group.version))
-    reason = why(group, run.manifest)
-    return group.group_id, group.where, group.outcome, batch, version, shown or "-", reason
+        rows: list[tuple[str, ...]] = [COLUMNS]
+        for group in groups:
+            rewards = _rewards(group)
+            shown = " ".join(f"{reward:g}" for reward in rewards[:MAX_REWARDS])
+            if len(rewards) > MAX_REWARDS:
+                shown = f"{len(rewards)} of mean {sum(rewards) / len(rewards):.4g}"
+            batch, version = ("-" if each is None else str(each) for each in (group.batch, group.version))
+            reason = why(group, run.manifest)
+            rows.append((group.group_id, group.where, group.outcome, batch, version, shown or "-", reason))
+        print(in_columns(rows))
 
 
 def _rewards(group: SeenGroup) -> list[float]:

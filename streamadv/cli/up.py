@@ -18,7 +18,7 @@ from ..processes.project import EXAMPLES, Engine, write_project
 from ..run import open_run
 from ..run.manifest import RunSettings
 from ..settings import Settings
-from ..status.activity import who_is_elsewhere
+from ..status.read import who_is_elsewhere
 from ..store.connection import Connection
 from ..store.embedded import EmbeddedServer, free_port
 from ..store.retry import SERVER_ERRORS
@@ -101,7 +101,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until the commands have ended, or a signal comes."""
     if arguments.example:
         _write_example(arguments)
         return 0

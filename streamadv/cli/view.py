@@ -46,7 +46,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def view(arguments: argparse.Namespace) -> None:
-    """Serve until Ctrl-C."""
     from ..view.serve import serving
     from ..view.texts import open_tokenizer
 

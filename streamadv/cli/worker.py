@@ -76,7 +76,6 @@ def _columns(text: str) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the worker until a signal."""
     module = importlib.import_module(f"workers.{arguments.stage}")
     options: dict[str, Any] = {}
     if arguments.stage == "scorer":

@@ -279,7 +279,7 @@ class Front:
 def _count(dialect: str, code: str) -> None:
     """A request for a turn was answered: `ok`, or the code of a refusal."""
     known = code if code in instruments.GATEWAY_CODES else "other"
-    instruments.child(instruments.GATEWAY_REQUESTS, dialect, known).inc()
+    instruments.GATEWAY_REQUESTS.labels(dialect, known).inc()
 
 
 async def _body(request: web.Request) -> bytes:

@@ -80,7 +80,7 @@ class Session:
         self.turns.append(replace(turn, choices=()))  # the rows have these
         self.kept.append(record)
         if len(self.episode.breaks) > before:
-            instruments.child(instruments.GATEWAY_BREAKS, turn.joins).inc()
+            instruments.GATEWAY_BREAKS.labels(turn.joins).inc()
 
 
 class Sessions:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from .. import extras
 
-extras.require_torch("streamadv.losses")
+extras.require("streamadv.losses", *extras.TO_COMPUTE)
 
 from .policy import (
     cispo,

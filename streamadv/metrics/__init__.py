@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from ..forks import renewed_at_fork
 from . import instruments
-from .collectors import Blockers
+from .collectors import Blockers, child
 from .endpoints import NotReady, serve_metrics
-from .instruments import KEPT, REGISTRY, Kind, begin_stage, child
+from .instruments import KEPT, REGISTRY, Kind, begin_stage
 
 __all__ = [
     "KEPT", "REGISTRY", "EndedGroup", "Kind", "Sample", "batch_delivered", "begin_stage", "blocked_as",

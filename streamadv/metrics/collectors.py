@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,12 @@ from ..forks import renewed_at_fork
 #: Returns (who, reason) of everybody in this process who is blocked now; the first word of who is a stage.
 Blockers = Callable[[], Iterable[tuple[str, str]]]
 OTHER_STAGE: Final = "other"
+
+
+@cache
+def child(instrument: Any, *labels: str) -> Any:
+    """`instrument.labels(...)`, looked up once."""
+    return instrument.labels(*labels)
 
 
 class Registry(Collector):

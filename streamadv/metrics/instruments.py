@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from itertools import product
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,7 +23,7 @@ from prometheus_client import (
 
 from ..forks import renewed_at_fork
 from ..version import __version__
-from .collectors import ArrayHistogram, Blocked, Registry, Waits
+from .collectors import ArrayHistogram, Blocked, Registry, Waits, child
 
 #: What a stage exports: a producer, the three kinds of workers, rank 0 of the trainer, another rank, an exporter.
 Kind = Literal[
@@ -73,8 +72,6 @@ WEIGHTS: Final = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 #: The value of a label `stage`: the stage that begins.
 THE_STAGE: Final = ("",)
-
-
 PREFIX: Final = "streamadv_"
 
 
@@ -153,16 +150,17 @@ STAGE_DURATION: Final = Histogram(
     buckets=STEP_SECONDS,
     registry=WORKERS,
 )
-DELIVERED: Final = WORKERS.counter("delivered", "Stream entries read.", stage=THE_STAGE)
-ACKED: Final = WORKERS.counter("acked", "Stream entries finished.", stage=THE_STAGE)
-RECLAIMED: Final = WORKERS.counter(
-    "reclaimed", "Stream entries taken over from a consumer that fell silent.", stage=THE_STAGE
-)
-DUPLICATE: Final = WORKERS.counter(
-    "duplicate",
-    "Stream entries that another consumer had finished first; the result is thrown away, which is harmless.",
-    stage=THE_STAGE,
-)
+#: What becomes of an entry.
+EVENTS: Final = {
+    event: WORKERS.counter(event, text, stage=THE_STAGE)
+    for event, text in {
+        "delivered": "Stream entries read.",
+        "acked": "Stream entries finished.",
+        "reclaimed": "Stream entries taken over from a consumer that fell silent.",
+        "duplicate": "Stream entries that another consumer had finished first; the result is thrown away, which is "
+        "harmless.",
+    }.items()
+}
 NOGROUP: Final = WORKERS.counter(
     "nogroup_recreations",
     "Consumer groups created, at the start of a run or after the server lost them.",
@@ -329,8 +327,6 @@ GATEWAY_BREAKS: Final = GATEWAYS.counter(
     cause=GATEWAY_CAUSES,
 )
 
-EVENTS: Final = {"delivered": DELIVERED, "acked": ACKED, "reclaimed": RECLAIMED, "duplicate": DUPLICATE}
-
 _SETS: Final[Mapping[Kind, Sequence[Set]]] = {
     "producer": (PLAYS,),
     "grouper": (WORKERS, GROUPS_ENDED, ALL_GROUPS),
@@ -342,12 +338,6 @@ _SETS: Final[Mapping[Kind, Sequence[Set]]] = {
     "gateway": (GATEWAYS,),
     "archive": (),
 }
-
-
-@cache
-def child(instrument: Any, *labels: str) -> Any:
-    """`instrument.labels(...)`, looked up once."""
-    return instrument.labels(*labels)
 
 
 def begin_stage(stage: str, kind: Kind) -> None:

@@ -30,7 +30,7 @@ definition.
 
 from .. import extras
 
-extras.require_torch("streamadv.padded")
+extras.require("streamadv.padded", *extras.TO_COMPUTE)
 
 from ..algorithms import kl
 from ..algorithms import off_policy as correction

@@ -1,11 +1,11 @@
 """A run from outside: where every trajectory is, whether the ledger balances, which process waits for what.
 
-In reading order: `model` (the status as objects), `read` (reads it, over `shard`, `activity` and
-`evaluations`), `causes` (why nothing moves), `watchdog` (what the trainer does about it), `exported` (the status as
-metrics), `audit` over `stored` (walks over everything stored, and deletes a run).
+In reading order: `model` (the status as objects), `read` (reads it, over `shard` and `evaluations`), `causes` (why
+nothing moves), `watchdog` (what the trainer does about it), `exported` (the status as metrics), `audit` (walks over
+everything stored, and deletes a run).
 
-Groups as people look at them: `seen` (wherever they are), `why` (they are there), `turns` (of a rollout), `kept` (what
-the chain has made of them), `prompts` (how far a run is with its prompts).
+Groups as people look at them: `seen` (wherever they are), `kept` (why they are there, what the chain has made of them,
+the turns of a rollout), `prompts` (how far a run is with its prompts).
 """
 
 from .exported import export_run

@@ -25,8 +25,6 @@ LOST: Final = {
 }
 #: What happens to a group after it was counted as kept.
 AFTERWARDS: Final = ("stale", "rolled_back", "dead")
-#: Name of a reason, and its text.
-Found = tuple[str, str]
 
 #: An entry older than this, with a consumer alive, shows that the stage is too slow.
 STUCK_S: Final = 30.0
@@ -45,7 +43,7 @@ MAX_PRODUCERS_LISTED: Final = 3
 def reasons_of(status: Status) -> list[Reason]:
     """Why nothing moves; [] while everything does."""
     asked = (cause for cause, only_starving in CAUSES.items() if status.starves or not only_starving)
-    return [Reason(name, text) for cause in asked for name, text in cause(status)]
+    return [reason for cause in asked for reason in cause(status)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +99,14 @@ def uncommitted_reason(
 
     named: batches not committed, of which so many are trained. committed: version.
     """
-    in_batches = live_bytes * ledger.in_flight // max(1, ledger.in_flight + ledger.queued)
+    text, in_batches = "", live_bytes * ledger.in_flight // max(1, ledger.in_flight + ledger.queued)
     held = in_batches * trained // max(1, named)
     if max_bytes and trained and held > max_bytes * UNCOMMITTED_SHARE:
-        return Reason(
-            "uncommitted",
-            f"{counted(trained, 'batch is', 'batches are')} trained and not committed, and hold some {held} bytes of "
-            f"max_bytes {max_bytes}",
-        )
-    if not committed and trained >= UNCOMMITTED_BATCHES:
-        return Reason(
-            "uncommitted", f"{trained} batches are trained and none is committed, so a crash loses all"
-        )
-    return None
+        batches = counted(trained, "batch is", "batches are")
+        text = f"{batches} trained and not committed, and hold some {held} bytes of max_bytes {max_bytes}"
+    elif not committed and trained >= UNCOMMITTED_BATCHES:
+        text = f"{trained} batches are trained and none is committed, so a crash loses all"
+    return Reason("uncommitted", text) if text else None
 
 
 def unsaved(status: Status) -> Reason | None:
@@ -187,24 +180,22 @@ def budget_reason(status: Status) -> Reason | None:
     )
 
 
-def _server(status: Status) -> Iterator[Found]:
+def _server(status: Status) -> Iterator[Reason]:
+    """What keeps the server from taking anything, and streams from taking more entries."""
     server = status.server
     if server.refuses_writes is not None:
-        yield "misconf", server.refuses_writes
+        yield Reason("misconf", server.refuses_writes)
     if server.min_slaves_good_slaves == 0:
-        yield "noreplicas", "min-replicas-to-write is set and no replica is good"
+        yield Reason("noreplicas", "min-replicas-to-write is set and no replica is good")
     if server.maxmemory and (server.used_memory or 0) > server.maxmemory:
-        yield "maxmemory", f"{server.used_memory} bytes are used of maxmemory {server.maxmemory}"
-
-
-def _ended_streams(status: Status) -> Iterator[Found]:
+        yield Reason("maxmemory", f"{server.used_memory} bytes are used of maxmemory {server.maxmemory}")
     for name, stream in status.streams.items():
         for key in stream.ended[:MAX_SHARDS_LISTED]:
             left = counted(stream.length, "entry is", "entries are")
-            yield "stream_end", f"{key} has had the last possible id, {left} left in stream {name}"
+            yield Reason("stream_end", f"{key} has had the last possible id, {left} left in stream {name}")
 
 
-def _stages(status: Status) -> Iterator[Found]:
+def _stages(status: Status) -> Iterator[Reason]:
     for name, stream in status.streams.items():
         if not stream.length:
             continue
@@ -217,14 +208,14 @@ def _stages(status: Status) -> Iterator[Found]:
         if not stream.alive:
             dead = len(stream.workers)
             joined = f"{counted(dead, 'has', 'have')} joined, all silent" if dead else "none is there"
-            yield missing, f"{entries} ({joined}){age}"
+            yield Reason(missing, f"{entries} ({joined}){age}")
         elif name == "work" and status.failing_chain:
-            yield "failing_chain", f"{entries}{age}: {status.failing_chain}"
+            yield Reason("failing_chain", f"{entries}{age}: {status.failing_chain}")
         elif status.is_quiet and (stream.oldest_age_s or 0) > STUCK_S:
-            yield "backlog", f"{entries} ({stream.alive} alive){age}"
+            yield Reason("backlog", f"{entries} ({stream.alive} alive){age}")
 
 
-def _losses(status: Status) -> Iterator[Found]:
+def _losses(status: Status) -> Iterator[Reason]:
     ended = Counter(status.groups.since_batch)
     losses = Losses.of(ended)
     a_batch = max(1, status.admission.batch_groups or 1)
@@ -232,13 +223,13 @@ def _losses(status: Status) -> Iterator[Found]:
         return
     for reason, count in losses.by_reason.items():
         outcomes = counts_as_text({name: ended[name] for name in LOST[reason]})
-        yield (
+        yield Reason(
             reason,
             f"{count} of {losses.produced} groups that ended since the last batch are lost ({outcomes})",
         )
 
 
-def _trainer(status: Status) -> Iterator[Found]:
+def _trainer(status: Status) -> Iterator[Reason]:
     trainer = status.trainer
     if trainer.is_alive or not (status.groups_waiting or trainer.batches):
         return
@@ -247,10 +238,10 @@ def _trainer(status: Status) -> Iterator[Found]:
         waiting += f", {counted(trainer.batches, 'batch is', 'batches are')} named and not committed"
     silent = seconds_text(trainer.silent_s or 0.0)
     what = {"lost": f"the trainer is silent for {silent}, ", "left": f"the trainer has left {silent} ago, "}
-    yield "no_trainer", what.get(trainer.state, "") + waiting
+    yield Reason("no_trainer", what.get(trainer.state, "") + waiting)
 
 
-def _brakes(status: Status) -> Iterator[Found]:
+def _brakes(status: Status) -> Iterator[Reason]:
     """What keeps producers from beginning groups, when nothing else moves either."""
     if not status.is_quiet:
         return
@@ -260,34 +251,34 @@ def _brakes(status: Status) -> Iterator[Found]:
         text = (
             f"no group fits: a rollout reserves {status.place_bytes} bytes of max_bytes {admission.max_bytes}"
         )
-        yield "batch_over_budget", text
+        yield Reason("batch_over_budget", text)
     elif admission.full and (reason := budget_reason(status)):
-        yield reason.name, reason.text
+        yield reason
     elif admission.full:
         where = "" if all_full else f", shard {_listed(admission.full)} is full"
         text = (
             f"{used.live} bytes live and {used.reserved} reserved of max_bytes {admission.max_bytes}{where}"
         )
-        yield "max_bytes", text
+        yield Reason("max_bytes", text)
     if admission.unarchived:
-        yield (
+        yield Reason(
             "archive",
             f"{used.kept} bytes of ended groups are kept, shard {_listed(admission.unarchived)} has more than "
             "keep_bytes allows",
         )
     if admission.paced:
-        yield (
+        yield Reason(
             "pacing",
             f"{admission.groups_ahead} groups begun and not trained on, {admission.groups_limit} are allowed, "
             f"shard {_listed(admission.paced)} has its share; {max(0, status.trainer.untrained)} batches are named",
         )
 
 
-def _scores(status: Status) -> Iterator[Found]:
+def _scores(status: Status) -> Iterator[Reason]:
     """Before the brakes: groups that wait for scores are what fills the budget."""
     lack = status.groups.lack
     if status.groups.open and status.is_quiet and lack.scores:
-        yield (
+        yield Reason(
             "missing_scores",
             f"{lack.groups_without_scores} of {_open_groups(status)} lack the rewards of {lack.scores} rollouts"
             f"{_oldest(status)}",
@@ -305,7 +296,7 @@ def _oldest(status: Status) -> str:
     return "" if oldest_s is None else f", the oldest is open for {oldest_s:.0f} s"
 
 
-def _groups(status: Status) -> Iterator[Found]:
+def _groups(status: Status) -> Iterator[Reason]:
     if not status.groups.open or not status.is_quiet:
         return
     lack = status.groups.lack
@@ -313,14 +304,14 @@ def _groups(status: Status) -> Iterator[Found]:
     if lack.rollouts > in_streams:
         which = "" if in_streams else f"{lack.groups_without_rollouts} of "
         waiting = f", {in_streams} others wait for a process" if in_streams else ""
-        yield (
+        yield Reason(
             "incomplete_groups",
             f"{which}{_open_groups(status)} lack {lack.rollouts - in_streams} of {lack.places} rollouts"
             f"{waiting}, {_quiet(status)}{_oldest(status)}{_missing(status)}",
         )
 
 
-def _producers(status: Status) -> Iterator[Found]:
+def _producers(status: Status) -> Iterator[Reason]:
     states = Counter(producer.state for producer in status.producers)
     open_groups = status.groups.open
     if not states["open"]:
@@ -328,7 +319,7 @@ def _producers(status: Status) -> Iterator[Found]:
         # Otherwise what the open groups lack is on its way, so that no producer can bring more.
         lacks = lack.rollouts > places.rollouts + places.scoring or lack.scores
         if not states["finished"] or (open_groups and (states["lost"] or lacks)):
-            yield (
+            yield Reason(
                 "no_producer",
                 f"no producer is alive ({states['finished']} finished, {states['lost']} lost), "
                 f"{counted(open_groups, 'group is', 'groups are')} open",
@@ -336,7 +327,7 @@ def _producers(status: Status) -> Iterator[Found]:
         return
     is_braked = status.admission.full or status.admission.paced or status.admission.unarchived
     if status.is_quiet and not open_groups and not is_braked and status.quiet_s is not None:
-        yield (
+        yield Reason(
             "producers_idle",
             f"{counted(states['open'], 'producer is', 'producers are')} alive, no group is open, {_quiet(status)}"
             f"{_missing(status)}",
@@ -344,9 +335,8 @@ def _producers(status: Status) -> Iterator[Found]:
 
 
 #: The order of asking. True: asked only while a trainer would have to wait for groups.
-CAUSES: Final[dict[Callable[[Status], Iterator[Found]], bool]] = {
+CAUSES: Final[dict[Callable[[Status], Iterator[Reason]], bool]] = {
     _server: False,
-    _ended_streams: False,
     _stages: False,
     _losses: True,
     _trainer: False,

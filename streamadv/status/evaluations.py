@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, NamedTuple, Self
 
 from ..run import Run
@@ -80,8 +81,19 @@ def read_evaluations(run: Run) -> list[Evaluation]:
     pipe = run.connection.scripts.pipeline(transaction=False)
     for keys in run.keys.shards:
         pipe.hgetall(keys.evals)
-    for fields in replies_of(pipe):
-        for pair, sums in _parts(fields or {}):
+    for field, value in chain.from_iterable((fields or {}).items() for fields in replies_of(pipe)):
+        version, separator, source = field.partition(b" ")
+        name, count = None, SUMS
+        if version == b"round":
+            (name, separator, source), version, count = source.partition(b" "), b"-", ROUND_SUMS
+        try:
+            sums = [float(number) for number in value.split()]
+        except ValueError:  # somebody else has written it
+            continue
+        is_version = version == b"-" or (version.isdigit() and len(version) <= 16)
+        if separator and is_version and len(sums) == count and all(map(math.isfinite, sums)):
+            of_round = None if name is None else as_text(name)
+            pair = _Pair(as_text(source), of_round, None if version == b"-" else int(version))
             parts[pair].append(sums)
     found = [
         (Evaluation.of(pair, sums), max(part[ROUND_SUMS - 1 :] for part in sums))
@@ -95,25 +107,6 @@ def read_evaluations(run: Run) -> list[Evaluation]:
 
 def newest(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Of each data source the one of the highest version that has a reward; of rounds of that version the last one."""
-    by_source: dict[str, Evaluation] = {}
-    for evaluation in evaluations:  # ascending in the version
-        if evaluation.mean is not None:
-            by_source[evaluation.data_source] = evaluation
-    return list(by_source.values())
-
-
-def _parts(fields: Mapping[bytes, bytes]) -> Iterator[tuple[_Pair, list[float]]]:
-    """The pairs of one shard. What somebody else has written there is left out."""
-    for field, value in fields.items():
-        version, separator, source = field.partition(b" ")
-        name, count = None, SUMS
-        if version == b"round":
-            (name, separator, source), version, count = source.partition(b" "), b"-", ROUND_SUMS
-        try:
-            sums = [float(number) for number in value.split()]
-        except ValueError:
-            continue
-        is_version = version == b"-" or (version.isdigit() and len(version) <= 16)
-        if separator and is_version and len(sums) == count and all(map(math.isfinite, sums)):
-            of_round = None if name is None else as_text(name)
-            yield _Pair(as_text(source), of_round, None if version == b"-" else int(version)), sums
+    return list(
+        {each.data_source: each for each in evaluations if each.mean is not None}.values()
+    )  # ascending

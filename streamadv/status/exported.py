@@ -24,10 +24,9 @@ from ..run.ledger import DROPPED
 from ..store.connection import Connection
 from ..store.reasons import REASONS
 from ..store.retry import SERVER_ERRORS
-from .activity import OLDER_THAN_S
 from .causes import reasons_of, unsaved
 from .model import Status, TrainerState
-from .read import read_status
+from .read import OLDER_THAN_S, read_status
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +246,13 @@ class RunFacts(Collector):
     """What `streamadv status` shows of a run, as metrics. A scrape waits READ_S for it at most."""
 
     def __init__(self, connection: Connection, run: str) -> None:
-        self._status = Asked(lambda: _read(connection, run), READ_S)
+        def read() -> tuple[Status, float]:
+            """The status, and how long reading took. The run is found anew: its settings may have changed."""
+            began = time.monotonic()
+            status = read_status(find_run(connection, run))
+            return status, time.monotonic() - began
+
+        self._status = Asked(read, READ_S)
         self._failing = False
 
     def collect(self) -> Iterator[Metric]:
@@ -255,7 +260,10 @@ class RunFacts(Collector):
         try:
             status, seconds = self._status.answer()
         except (*SERVER_ERRORS, OSError, StreamadvError) as error:
-            self._warn(error)
+            level = logging.DEBUG if self._failing else logging.WARNING  # once for each outage
+            self._failing = True
+            text = "metrics: the run's status cannot be read: %s"
+            logger.log(level, text, error, extra=log_fields("status_unreadable"))
             found["readable"].add_metric([], 0)
             yield found["readable"]
             return
@@ -263,13 +271,6 @@ class RunFacts(Collector):
         for name, labels, value in [("read_seconds", [], seconds), *samples(status)]:
             found[name].add_metric(labels, value)
         yield from (family for family in found.values() if family.samples)
-
-    def _warn(self, error: Exception) -> None:
-        """Once for each outage: scrapes go on through it."""
-        level = logging.DEBUG if self._failing else logging.WARNING
-        self._failing = True
-        text = "metrics: the run's status cannot be read: %s"
-        logger.log(level, text, error, extra=log_fields("status_unreadable"))
 
 
 def export_run(url: str, run: str) -> RunFacts:
@@ -298,10 +299,3 @@ def samples(status: Status) -> Iterator[Sample]:
         for labels, value in found.items() if isinstance(found, Mapping) else [((), found)]:
             if value is not None:
                 yield name, [labels] if isinstance(labels, str) else [*labels], float(value)
-
-
-def _read(connection: Connection, run: str) -> tuple[Status, float]:
-    """The status, and how long reading took. The run is found anew each time: its settings may have changed."""
-    began = time.monotonic()
-    status = read_status(find_run(connection, run))
-    return status, time.monotonic() - began

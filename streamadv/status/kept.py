@@ -1,32 +1,36 @@
-"""`sa.kept`: trajectories that can be looked at, with what the chain has made of them."""
+"""`sa.kept`: trajectories that can be looked at, why their groups are where they are, and the turns of a rollout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from ..errors import SettingError, TrajectoryError, WireError
 from ..messages import brief
 from ..run import Run, find_run
+from ..run.manifest import Manifest
 from ..run.packets import FetchedPacket, decode_own, fetch_columns, fetch_replies, know_columns
 from ..settings import redis_url, run_name
 from ..store.connection import Connection
 from ..trajectory.columns import KNOWN_COLUMNS, LOG_PROBS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import Reference, offsets
-from ..trajectory.packet import payload_trajectory, payloads_of
-from ..trajectory.schema import Trajectory
+from ..trajectory.packet import REWARD, payload_trajectory, payloads_of
+from ..trajectory.schema import Row, Trajectory
 from .seen import PLACES, SeenGroup, Where, read_groups_at
-from .why import why
 
 #: Results that are 0 on tokens that are not trained on, as in a micro-batch.
 SPREAD: Final = frozenset({"advantages", "returns"})
 MASK: Final = "response_mask"
 #: What was computed that is shown; other columns that a step has changed are as they were pushed.
 SHOWN: Final = OUTPUT_COLUMNS.keys() | {MASK}
+_NUMBERS: Final = (
+    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+)  # fmt: skip
 
 
 def kept(
@@ -151,3 +155,111 @@ def _per_token(member: Reference, level: str, values: Array) -> Array:
     for step, value in zip(member.steps, values, strict=True):
         out[first[step.row] + step.start : first[step.row] + step.end] = value
     return out
+
+
+def number_text(number: int) -> str:
+    """A small number as a word."""
+    return _NUMBERS[number] if 0 <= number < len(_NUMBERS) else str(number)
+
+
+def why(group: SeenGroup, manifest: Manifest) -> str:
+    """Why the group has ended so, or what it waits for. manifest: of its run."""
+    counting = [m for m in group.members if m.rollout_index in group.counting]
+    rewards = [m.reward for m in counting if m.reward is not None and not m.is_baseline]
+    match group.outcome:
+        case "open":
+            return _missing(group)
+        case "complete" | "partial":
+            text = "waits for a batch"
+            if group.batch is not None:
+                text = f"in batch {group.batch}, which is not committed"
+            return text if group.outcome == "complete" else f"{text}; {_usable(group)}"
+        case "trained" if group.batch is not None:
+            without = f", without rollout {', '.join(map(str, group.left_out))}" if group.left_out else ""
+            return f"trained on in batch {group.batch}{without}"
+        case "trained":
+            return "the checkpoint that was loaded contains it"
+        case "zero_variance":
+            return _all_equal(rewards, manifest.filter_by)
+        case "difficulty":
+            return _too_easy_or_hard(rewards, manifest)
+        case "expired":
+            return f"{_usable(group)} when its deadline came"
+        case "incomplete":
+            return f"{_usable(group)}, and no others can come"
+        case "stale":
+            versions = [m.versions[0] for m in counting if m.versions]
+            k, drop_after = group.naming or (None, None)
+            return f"oldest version {min(versions, default='unknown')}, batch {k}, drop_after {drop_after}"
+        case "rolled_back":
+            return f"begun at version {group.version}, which the checkpoint that was loaded has taken back"
+        case "no_train_members":
+            return "all its rollouts are baselines"
+        case "eval":
+            played = f", round {group.round}" if group.round else f" of version {group.version}"
+            return f"evaluation{played}"
+    return group.detail or group.outcome.removeprefix("dead:").replace("_", " ")
+
+
+def _missing(group: SeenGroup) -> str:
+    free, under_way, unscored = (group.slots.count(letter) for letter in ".ps")
+    parts = [(free, "not pushed yet"), (under_way, "under way to it"), (unscored, "without a reward")]
+    text = ", ".join(f"{number_text(count)} {what}" for count, what in parts if count)
+    return f"of {number_text(len(group.slots))} rollouts {text}" if text else "nothing is missing"
+
+
+def _usable(group: SeenGroup) -> str:
+    return f"{number_text(len(group.counting))} of {number_text(group.size)} rollouts were there"
+
+
+def _all_equal(rewards: Sequence[float], filter_by: str) -> str:
+    if filter_by != REWARD or not rewards:
+        return f"all its rollouts have the same {filter_by}"
+    which = "its only reward is" if len(rewards) == 1 else f"all {number_text(len(rewards))} rewards are"
+    return f"{which} {rewards[0]:g}"
+
+
+def _too_easy_or_hard(rewards: Sequence[float], manifest: Manifest) -> str:
+    low, high = manifest.difficulty_low, manifest.difficulty_high
+    if manifest.filter_by != REWARD or not rewards:
+        return f"its mean {manifest.filter_by} is outside difficulty_low {low} to difficulty_high {high}"
+    mean = sum(rewards) / len(rewards)
+    if high is not None and mean >= high:
+        return f"mean reward {mean:.4g}, difficulty_high {high:g}"
+    return f"mean reward {mean:.4g}" + ("" if low is None else f", difficulty_low {low:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens `start` to `stop` of a row."""
+
+    kind: Literal["prompt", "answer", "result"]
+    label: str
+    row: int
+    start: int
+    stop: int
+
+
+def turns_of(trajectory: Trajectory, number: int, row: Row) -> Iterator[Turn]:
+    """The turns of a row: each ends where `response_mask` changes."""
+    edges = np.flatnonzero(np.diff(row.response_mask)) + 1
+    rewards = {step.start: step.reward for step in trajectory.steps if step.row == number}
+    agent = f" ({row.agent})" if row.agent else ""
+    answers, where = 0, f"row {number}{agent}, " if len(trajectory.rows) > 1 else ""
+    for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), len(row)], strict=True):
+        if row.response_mask[start]:
+            answers += 1
+            reward = f", reward {rewards[start]:g}" if rewards.get(start) else ""
+            yield Turn("answer", f"{where}answer {answers}{reward}", number, start, stop)
+        elif start == 0:
+            yield Turn("prompt", f"{where}prompt", number, start, stop)
+        else:
+            yield Turn("result", f"{where}result", number, start, stop)
+
+
+def advantage_range(trajectory: Trajectory) -> tuple[float, float] | None:
+    """The least and the greatest advantage of tokens that are trained on; None where none is known."""
+    rows = [row for row in trajectory.rows if row.advantages is not None]
+    values = [row.columns["advantages"][row.response_mask > 0] for row in rows]
+    together = np.concatenate(values) if values else np.zeros(0)
+    return (float(together.min()), float(together.max())) if len(together) else None

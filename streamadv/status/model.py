@@ -71,7 +71,7 @@ class Lack:
     groups_without_rollouts: int
     groups_without_scores: int
     groups_missing: dict[str, int]  # those that lack "none", "one", "some", "all" of their rollouts
-    groups_older: list[int]  # those open for longer than each of `activity.OLDER_THAN_S`
+    groups_older: list[int]  # those open for longer than each of `read.OLDER_THAN_S`
     oldest_s: float | None  # since the first of them was opened
 
 
@@ -234,7 +234,6 @@ class Server:
         return "keeps nothing on disk (appendonly no), a restart loses the run: CONFIG SET appendonly yes"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
         figures = asdict(self).items()
         return {name: value for name, value in figures if value is not None or name == "refuses_writes"}
 

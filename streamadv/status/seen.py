@@ -101,9 +101,26 @@ class SeenGroup:
 
 def read_groups_at(run: Run, where: Where) -> Iterator[SeenGroup]:
     """All groups of one kind, the oldest first in each shard. What cannot be read at all is left out."""
-    readers = {"open": _read_open, "waiting": _read_waiting, "dead": _read_dead}
     for shard in run.shards:
-        yield from chain.from_iterable(kept_pages(shard)) if where == "kept" else readers[where](shard)
+        keys, scripts = shard.keys, shard.connection.scripts
+        found: Any
+        match where:
+            case "open":
+                found = scripts.zrange(keys.open, 0, -1)
+                groups = (_open_group(shard, group_id.decode(errors="replace")) for group_id in found)
+                yield from filter(None, groups)
+            case "waiting":
+                owners: Any = scripts.hgetall(keys.owners)
+                for page in entry_pages(shard.connection, keys.groups):
+                    yield from _waiting(shard, page, owners)
+            case "kept":
+                yield from chain.from_iterable(kept_pages(shard))
+            case "dead":
+                found = scripts.zrange(keys.dead, 0, -1, withscores=True)
+                for member, when_ms in sorted(found, key=lambda letter: abs(letter[1])):
+                    if group := _dead_group(shard, member.decode(errors="replace")):
+                        group.ended_ms = int(abs(when_ms))
+                        yield group
 
 
 def kept_pages(shard: Shard, start: str = "-", *, back: bool = False) -> Iterator[list[SeenGroup]]:
@@ -151,13 +168,6 @@ def entry_pages(
         start = f"({page[-1][0].decode()}"
 
 
-def _read_open(shard: Shard) -> Iterator[SeenGroup]:
-    members: Any = shard.connection.scripts.zrange(shard.keys.open, 0, -1)
-    for group_id in members:
-        if group := _open_group(shard, group_id.decode(errors="replace")):
-            yield group
-
-
 def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
     stored: Any = shard.connection.scripts.hgetall(shard.keys.group(group_id))
     head = stored.get(b"head", b"").split(b" ", 6)
@@ -184,12 +194,6 @@ def _open_group(shard: Shard, group_id: str) -> SeenGroup | None:
     group.slots, group.round = as_text(stored.get(b"slots", b""), 8192), _text(stored.get(b"round"))
     group.detail = "evaluation" if role == b"eval" else ""
     return group
-
-
-def _read_waiting(shard: Shard) -> Iterator[SeenGroup]:
-    owners: Any = shard.connection.scripts.hgetall(shard.keys.owners)
-    pages = entry_pages(shard.connection, shard.keys.groups)
-    return chain.from_iterable(_waiting(shard, page, owners) for page in pages)
 
 
 def _waiting(shard: Shard, page: Page, owners: Fields) -> Iterator[SeenGroup]:
@@ -222,14 +226,6 @@ def kept_entries(shard: Shard) -> Iterator[KeptEntry]:
             yield KeptEntry(shard.index, entry, fields)
 
 
-def _read_dead(shard: Shard) -> Iterator[SeenGroup]:
-    letters: Any = shard.connection.scripts.zrange(shard.keys.dead, 0, -1, withscores=True)
-    for member, when_ms in sorted(letters, key=lambda letter: abs(letter[1])):
-        if group := _dead_group(shard, member.decode(errors="replace")):
-            group.ended_ms = int(abs(when_ms))
-            yield group
-
-
 def _dead_group(shard: Shard, group_id: str) -> SeenGroup | None:
     stored: Any = shard.connection.scripts.hgetall(shard.keys.dead_group(group_id))
     if b"reason" not in stored:
@@ -244,7 +240,26 @@ def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
     """Groups from the fields of their entries in a log."""
     groups, found = list[SeenGroup](), list[tuple[SeenGroup, StoredMembers]]()
     for entry, fields in page:
-        groups.append(group := _head_of(shard, where, fields, entry))
+        head = dict(zip(_HEAD, fields.get(b"head", b"").split(b" ", 6), strict=False))
+        group = SeenGroup(
+            where,
+            shard,
+            as_text(fields.get(b"group_id", b"")),
+            as_text(fields.get(b"outcome") or head.get("outcome", b"")),
+            size=as_count(head.get("size")),
+            count=as_count(head.get("count")),
+            version=as_int(head.get("version")),
+            data_source=_text(head.get("data_source")),
+            batch=as_int(fields.get(b"batch")),
+            ended_ms=as_int(entry.partition("-")[0]),
+            round=_text(fields.get(b"round")),
+            detail=as_text(fields.get(b"detail", b""), 2000),
+            entry=entry,
+        )
+        groups.append(group)
+        if b"naming" in fields:
+            k, _, drop_after = as_text(fields[b"naming"]).partition(" ")
+            group.naming = as_count(k), as_int(drop_after)
         try:
             group.record = _parse_record(fields.get(b"record", b"{}"))
             group.left_out = _INDICES.validate_json(fields.get(b"left_out", b"[]"))
@@ -260,30 +275,6 @@ def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
     for group, problem in read_in_halves(found, _fill_in):
         group.problem = problem
     return groups
-
-
-def _head_of(shard: int, where: Where, fields: Fields, entry: str) -> SeenGroup:
-    """A group without its members."""
-    head = dict(zip(_HEAD, fields.get(b"head", b"").split(b" ", 6), strict=False))
-    group = SeenGroup(
-        where,
-        shard,
-        as_text(fields.get(b"group_id", b"")),
-        as_text(fields.get(b"outcome") or head.get("outcome", b"")),
-        size=as_count(head.get("size")),
-        count=as_count(head.get("count")),
-        version=as_int(head.get("version")),
-        data_source=_text(head.get("data_source")),
-        batch=as_int(fields.get(b"batch")),
-        ended_ms=as_int(entry.partition("-")[0]),
-        round=_text(fields.get(b"round")),
-        detail=as_text(fields.get(b"detail", b""), 2000),
-        entry=entry,
-    )
-    if b"naming" in fields:
-        k, _, drop_after = as_text(fields[b"naming"]).partition(" ")
-        group.naming = as_count(k), as_int(drop_after)
-    return group
 
 
 def _fill_in(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -58,17 +59,12 @@ class StreamState:
     consumers: int
     oldest_age_s: float | None
 
-    @property
-    def lag(self) -> int:
-        """Entries not delivered yet. Servers' own figure goes wrong where such entries are deleted."""
-        return max(0, self.length - self.pending)
-
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
     """One shard at one moment."""
 
-    counters: Mapping[str, int]  # the ledger
+    counters: Counter[str]  # the ledger
     broken: list[str]  # counters of the ledger that are no numbers
     trainer: dict[str, str]  # the shard's copy of the trainer's settings
     groups_open: int
@@ -79,14 +75,6 @@ class ShardState:
     garbage: int
     reservation: Reservation
     streams: dict[str, StreamState]
-
-    @property
-    def ledger(self) -> Ledger:
-        return Ledger.of(self.counters)
-
-    def count(self, name: str) -> int:
-        """A counter of the ledger."""
-        return self.counters.get(name, 0)
 
 
 def read_shards(run: Run) -> list[ShardState]:
@@ -102,16 +90,13 @@ def read_shards(run: Run) -> list[ShardState]:
         try:
             states += _states(run, page, atomic=True)
         except OutOfMemoryError:
-            states += [_read_loosely(run, each) for each in page]
+            for each in page:
+                for _ in range(1 + READ_AGAIN):
+                    (state,) = _states(run, [each], atomic=False)
+                    if next(problems_of(state), None) is None:
+                        break
+                states.append(state)
     return states
-
-
-def _read_loosely(run: Run, keys: ShardKeys) -> ShardState:
-    for _ in range(1 + READ_AGAIN):
-        (state,) = _states(run, [keys], atomic=False)
-        if not problems_of(state):
-            break
-    return state
 
 
 def _states(run: Run, page: Sequence[ShardKeys], *, atomic: bool) -> list[ShardState]:
@@ -132,26 +117,26 @@ def _states(run: Run, page: Sequence[ShardKeys], *, atomic: bool) -> list[ShardS
             pipe.xrange(stream.key, count=1)
             pipe.xinfo_groups(stream.key)  # an error where the stream is yet to be made
     reply = map(or_nothing, pipe.execute(raise_on_error=False))
-    now_ms = run.now_ms()
-    return [_state(run, of_shard, reply, now_ms) for of_shard in streams]
-
-
-def _state(run: Run, streams: dict[str, StreamName], reply: Iterator[Any], now_ms: int) -> ShardState:
-    ledger = as_mapping(next(reply))
-    trainer, size_fields, owners = (as_texts(next(reply)) for _ in range(3))
-    return ShardState(
-        counters=known_counters(ledger),
-        broken=[name for name in COUNTERS if as_int(ledger.get(name, b"0")) is None],
-        trainer=trainer,
-        groups_open=next(reply),
-        groups_logged=next(reply),
-        results=next(reply),
-        in_flight=sum(int(match[1]) for match in map(OWNER.fullmatch, owners.values()) if match),
-        groups_remembered=next(reply) + next(reply),
-        garbage=next(reply),
-        reservation=reservation_of(size_fields, run.manifest.max_trajectory_bytes),
-        streams={name: _stream_state(stream.group, reply, now_ms) for name, stream in streams.items()},
-    )
+    now_ms, states = run.now_ms(), list[ShardState]()
+    for of_shard in streams:
+        ledger = as_mapping(next(reply))
+        trainer, size_fields, owners = (as_texts(next(reply)) for _ in range(3))
+        states.append(
+            ShardState(
+                counters=known_counters(ledger),
+                broken=[name for name in COUNTERS if as_int(ledger.get(name, b"0")) is None],
+                trainer=trainer,
+                groups_open=next(reply),
+                groups_logged=next(reply),
+                results=next(reply),
+                in_flight=sum(int(match[1]) for match in map(OWNER.fullmatch, owners.values()) if match),
+                groups_remembered=next(reply) + next(reply),
+                garbage=next(reply),
+                reservation=reservation_of(size_fields, run.manifest.max_trajectory_bytes),
+                streams={name: _stream_state(each.group, reply, now_ms) for name, each in of_shard.items()},
+            )
+        )
+    return states
 
 
 def _stream_state(group: str, reply: Iterator[Any], now_ms: int) -> StreamState:
@@ -163,15 +148,11 @@ def _stream_state(group: str, reply: Iterator[Any], now_ms: int) -> StreamState:
     return StreamState(length, fields.get("pending", 0), fields.get("consumers", 0), age_s)
 
 
-def problems_of(shard: ShardState) -> list[str]:
-    """Contradictions, one a line; [] when the shard balances."""
-    return [*_structures(shard), *_numbers(shard)]
-
-
-def _structures(shard: ShardState) -> Iterator[str]:
-    pushed, accounted = shard.ledger.pushed, shard.ledger.accounted
-    if pushed != accounted:
-        yield f"pushed is {pushed}, accounted for are {accounted}"
+def problems_of(shard: ShardState) -> Iterator[str]:
+    """Contradictions, one a line; none when the shard balances."""
+    counters, ledger = shard.counters, Ledger.of(shard.counters)
+    if ledger.pushed != ledger.accounted:
+        yield f"pushed is {ledger.pushed}, accounted for are {ledger.accounted}"
     scoring = sum(stream.length for name, stream in shard.streams.items() if name.startswith("scoring:"))
     for counter, length, what in (
         ("rollouts_packets", shard.streams["rollouts"].length, "entries in the rollouts stream"),
@@ -180,41 +161,37 @@ def _structures(shard: ShardState) -> Iterator[str]:
         ("groups_logged", shard.groups_logged, "entries in the groups log"),
         ("in_flight", shard.in_flight, "trajectories of named batches"),
     ):
-        if shard.count(counter) != length:
-            yield f"ledger {counter} is {shard.count(counter)}, there are {length} {what}"
+        if counters[counter] != length:
+            yield f"ledger {counter} is {counters[counter]}, there are {length} {what}"
     for name in ("rollouts", "scoring"):
-        packets = shard.count(f"{name}_packets")
-        if not packets <= shard.count(name) <= MAX_PACKET_MEMBERS * packets:
-            yield f"ledger {name} is {shard.count(name)}, in {packets} packets"
-    kinds = shard.count("groups_abandoned"), shard.count("groups_eval")
-    of_open_groups = shard.count("open") or shard.reservation.total_bytes or any(kinds)
+        packets = counters[f"{name}_packets"]
+        if not packets <= counters[name] <= MAX_PACKET_MEMBERS * packets:
+            yield f"ledger {name} is {counters[name]}, in {packets} packets"
+    kinds = counters["groups_abandoned"], counters["groups_eval"]
+    of_open_groups = counters["open"] or shard.reservation.total_bytes or any(kinds)
     if of_open_groups and not shard.groups_open:
         yield "no group is open, but open trajectories, reserved bytes, abandoned or evaluation groups are counted"
     if sum(kinds) > shard.groups_open:
         yield f"{kinds[0]} groups are abandoned and {kinds[1]} are for evaluation, {shard.groups_open} are open"
-    logged = shard.count("grouped") + shard.count("in_flight")
+    logged = counters["grouped"] + counters["in_flight"]
     if bool(logged) != bool(shard.groups_logged):
         yield f"ledger grouped + in_flight is {logged}, the groups log has {shard.groups_logged} entries"
     # An open group may have columns of its own before anything is pushed to it.
-    is_empty = not (shard.ledger.queued or logged or shard.garbage or shard.results or shard.groups_open)
-    if is_empty and 0 < shard.count("live_bytes") <= MOST_BYTES:
-        yield f"ledger live_bytes is {shard.count('live_bytes')}, nothing is stored"
-
-
-def _numbers(shard: ShardState) -> Iterator[str]:
-    for name in shard.broken:
-        yield f"ledger {name} is no whole number"
-    for name, count in shard.counters.items():
-        if count < 0:
-            yield f"ledger {name} is {count}"
+    is_empty = not (ledger.queued or logged or shard.garbage or shard.results or shard.groups_open)
+    if is_empty and 0 < counters["live_bytes"] <= MOST_BYTES:
+        yield f"ledger live_bytes is {counters['live_bytes']}, nothing is stored"
+    yield from (f"ledger {name} is no whole number" for name in shard.broken)
+    yield from (f"ledger {name} is {count}" for name, count in counters.items() if count < 0)
     for name in ("live_bytes", "dead_bytes", "kept_bytes"):
-        if shard.count(name) > MOST_BYTES:
-            yield f"ledger {name} is {shard.count(name)}, more than a server holds"
+        if counters[name] > MOST_BYTES:
+            yield f"ledger {name} is {counters[name]}, more than a server holds"
 
 
 KNOWN: Final = 8  # payloads after which their sizes count; until then a slot needs max_trajectory_bytes
 RARE: Final = 0.01  # the share of payloads that may be larger than what a slot needs
 MOST: Final = 240  # buckets above would be of payloads that no server holds
+#: Payloads by their bucket, and unfilled slots by the bytes reserved for each.
+_NUMBERED: Final = re.compile(r"([hu])([0-9]{1,15})")
 
 
 class Reservation(NamedTuple):
@@ -227,23 +204,21 @@ class Reservation(NamedTuple):
 def reservation_of(fields: Mapping[str, str], max_trajectory_bytes: int) -> Reservation:
     """From a shard's hash `sizes`. A value that is no number counts as 0."""
     counts = {name: as_count(value) for name, value in fields.items()}
-    slot_bytes = _slot_bytes(counts, max_trajectory_bytes)
-    unfilled = _numbered(counts, "u").items()
-    return Reservation(sum(max(size, slot_bytes) * count for size, count in unfilled), slot_bytes)
-
-
-def _slot_bytes(counts: Mapping[str, int], max_trajectory_bytes: int) -> int:
-    payloads, larger = _numbered(counts, "h"), 0
-    if sum(payloads.values()) < KNOWN:
-        return max_trajectory_bytes
-    for bucket, count in sorted(payloads.items(), reverse=True):
+    numbered: dict[str, dict[int, int]] = {"h": {}, "u": {}}
+    for name, count in counts.items():
+        if match := _NUMBERED.fullmatch(name):
+            numbered[match[1]][int(match[2])] = count
+    slot_bytes, larger, payloads = max_trajectory_bytes, 0, sum(numbered["h"].values())
+    for bucket, count in sorted(numbered["h"].items(), reverse=True) if payloads >= KNOWN else ():
         larger += count
-        if larger > RARE * sum(payloads.values()):
+        if larger > RARE * payloads:
             size, computed_for, results = _bound(bucket), counts.get("in", 0), counts.get("out", 0)
             if computed_for > 0 and results > 0:
                 size = _bound(_bucket(size * (1 + results / computed_for)))
-            return min(max_trajectory_bytes, size)
-    return max_trajectory_bytes
+            slot_bytes = min(max_trajectory_bytes, size)
+            break
+    unfilled = sum(max(size, slot_bytes) * count for size, count in numbered["u"].items())
+    return Reservation(unfilled, slot_bytes)
 
 
 def _bound(bucket: int) -> int:
@@ -256,12 +231,3 @@ def _bucket(size: float) -> int:
     while _bound(bucket) < size and bucket < MOST:
         bucket += 1
     return bucket
-
-
-def _numbered(counts: Mapping[str, int], kind: str) -> dict[int, int]:
-    """Counts by the number behind the letter `kind` in their names, of at most 15 digits."""
-    return {
-        int(name[1:]): count
-        for name, count in counts.items()
-        if name[:1] == kind and len(name) <= 16 and name[1:].isascii() and name[1:].isdigit()
-    }

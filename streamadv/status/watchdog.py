@@ -124,8 +124,14 @@ class Watchdog:
         lost = {reason: count for reason, count in losses.by_reason.items() if reason in GIVES_UP_ON}
         limit, batch = self._limits.max_filtered_batches, self._limits.batch_groups
         if limit is not None and sum(lost.values()) >= limit * batch:
-            what = "; ".join(_loss(reason, count, status) for reason, count in lost.items())
-            raise StarvedError(f"run {status.run}: {what}; max_filtered_batches is {limit}")
+            what = []
+            for reason, count in lost.items():
+                outcomes = {name: status.groups.outcomes.get(name, 0) for name in LOST[reason]}
+                what.append(
+                    f"{count} groups {GIVES_UP_ON[reason]} since the last batch ({counts_as_text(outcomes)} in all): "
+                    f"{pasteable(REASONS[reason].remedy, status.run)}"
+                )
+            raise StarvedError(f"run {status.run}: {'; '.join(what)}; max_filtered_batches is {limit}")
         kept = losses.produced - losses.total
         is_judged = losses.produced >= KEPT_WINDOW * batch and not self._warned
         if is_judged and kept < self._limits.min_kept_ratio * losses.produced:
@@ -155,11 +161,3 @@ def _reasons(status: Status) -> list[Reason]:
     """Why the trainer waits. What keeps producers back is no reason while it needs no more groups."""
     reasons = [reason for reason in reasons_of(status) if status.starves or reason.name not in BRAKES]
     return reasons or [ordinary_wait(status)]
-
-
-def _loss(reason: str, count: int, status: Status) -> str:
-    outcomes = {name: status.groups.outcomes.get(name, 0) for name in LOST[reason]}
-    return (
-        f"{count} groups {GIVES_UP_ON[reason]} since the last batch ({counts_as_text(outcomes)} in all): "
-        f"{pasteable(REASONS[reason].remedy, status.run)}"
-    )

@@ -14,7 +14,7 @@ In reading order:
 
 from .. import extras
 
-extras.require_torch("streamadv.trainer")
+extras.require("streamadv.trainer", *extras.TO_COMPUTE)
 
 from .queue import TrainerQueue
 

@@ -19,19 +19,25 @@ from ..plugins import VIEWS, load_points
 from ..run import Run, find_run
 from ..run.kept import share_kept
 from ..run.manifest import RunSettings
-from ..status.kept import read_trajectories
+from ..status.kept import advantage_range, read_trajectories, why
 from ..status.prompts import read_progress, tried
 from ..status.seen import SeenGroup
-from ..status.turns import advantage_range
-from ..status.why import why
 from ..store.connection import Connection
 from ..store.retry import RETRYABLE, SERVER_ERRORS, server_reason
 from ..trajectory.schema import Trajectory
-from .again import compute_again
 from .board import Board
 from .book import PAGE, Book, Choice, Line, batches_of, facets, histogram
 from .pages import FOLDER, environment
-from .rollouts import MAX_MEMBERS, batch_view, find, panel_text, search, side_by_side, tokens_of
+from .rollouts import (
+    MAX_MEMBERS,
+    batch_view,
+    compute_again,
+    find,
+    panel_text,
+    search,
+    side_by_side,
+    tokens_of,
+)
 from .texts import Ids, open_tokenizer
 
 #: Seconds between two readings of the board, and until a server that says nothing is away.
@@ -74,17 +80,16 @@ class Desk:
         self._run: Run | None = None
         self._texts: Ids | None = None
 
-    def _join(self) -> Run:
-        """The run as it is now. Raises SettingError while it does not exist."""
+    def _join(self) -> None:
+        """Have the run as it is now. Raises SettingError while it does not exist."""
         if self._run is not None:
             keys = self._run.keys
             self._run.refresh()
             if self._run.keys == keys:
-                return self._run
-        self._run = run = find_run(self._connection, self._name)
-        self.run, self.book, self._texts = run, Book(run), None
-        self.board = Board(run, self.book)
-        return run
+                return
+        self._run = self.run = find_run(self._connection, self._name)
+        self.book, self._texts = Book(self.run), None
+        self.board = Board(self.run, self.book)
 
     @property
     def texts(self) -> Ids:
@@ -124,12 +129,14 @@ class Screens:
         self._pages, self._panels = environment(), load_points(VIEWS)
         self._reading: asyncio.Task[str] | None = None
         self._read_at = float("-inf")
-        self.ends = asyncio.Event()
+        self._ends = asyncio.Event()
+
+    async def on_shutdown(self, _: web.Application) -> None:
+        self._ends.set()
 
     def close(self) -> None:
-        self._now.close()
-        self._rows.close()
-        self._again.close()
+        for desk in (self._now, self._rows, self._again):
+            desk.close()
 
     def _page(self, template: str, status: int = 200, **values: Any) -> web.Response:
         text = self._pages.get_template(template).render(run=self._name, **values)
@@ -143,27 +150,28 @@ class Screens:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **HEADERS})
         await response.prepare(request)
         with suppress(ConnectionError):
-            while not self.ends.is_set():
+            while not self._ends.is_set():
                 try:
                     kind, text = "flow", await self._board()
                 except AwayError as error:
                     kind, text = "away", str(error)
                 await response.write(f"event: {kind}\ndata: {json.dumps(text)}\nretry: 1000\n\n".encode())
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.ends.wait(), READ_S)
+                    await asyncio.wait_for(self._ends.wait(), READ_S)
         return response
 
     async def _board(self) -> str:
         """The newest reading, which all who look share."""
         now = asyncio.get_running_loop().time()
+
+        async def read() -> str:
+            board = await self._now.ask(lambda desk: desk.board.read())
+            return self._pages.get_template("board.html").render(run=self._name, **board)
+
         if self._reading is None or (self._reading.done() and now - self._read_at >= READ_S * 0.9):
             self._read_at = now
-            self._reading = asyncio.ensure_future(self._read())
+            self._reading = asyncio.ensure_future(read())
         return await asyncio.shield(self._reading)
-
-    async def _read(self) -> str:
-        board = await self._now.ask(lambda desk: desk.board.read())
-        return self._pages.get_template("board.html").render(run=self._name, **board)
 
     async def _lines(self) -> tuple[list[Line], bool]:
         """All groups there are, and whether older ones are still to be read."""
@@ -320,7 +328,14 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            await admit(request)
+            if hosts is not None and (request.url.host or "") not in hosts:
+                # Another name that leads here is how a page of somebody else would read this one.
+                raise web.HTTPForbidden(text=f"this page is at {', '.join(sorted(hosts))}")
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if password is not None and not hmac.compare_digest(given, expected):
+                await asyncio.sleep(WRONG_S if given else 0)
+                asks = {"WWW-Authenticate": 'Basic realm="streamadv view", charset="UTF-8"'}
+                raise web.HTTPUnauthorized(text="user view, and the password", headers=asks)
             response = await handler(request)
         except web.HTTPException as refusal:
             refusal.headers.update(HEADERS)
@@ -330,16 +345,6 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
                 {name: value for name, value in HEADERS.items() if name not in response.headers}
             )
         return response
-
-    async def admit(request: web.Request) -> None:
-        if hosts is not None and (request.url.host or "") not in hosts:
-            # Another name that leads here is how a page of somebody else would read this one.
-            raise web.HTTPForbidden(text=f"this page is at {', '.join(sorted(hosts))}")
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if password is not None and not hmac.compare_digest(given, expected):
-            await asyncio.sleep(WRONG_S if given else 0)
-            asks = {"WWW-Authenticate": 'Basic realm="streamadv view", charset="UTF-8"'}
-            raise web.HTTPUnauthorized(text="user view, and the password", headers=asks)
 
     app = web.Application(middlewares=[guard, screens.when_away])
     app.router.add_get("/", screens.flow)
@@ -354,10 +359,7 @@ def make_app(screens: Screens, password: str | None, hosts: frozenset[str] | Non
     app.router.add_get("/settings", screens.settings)
     app.router.add_static("/static", FOLDER / "static")
 
-    async def on_shutdown(_: web.Application) -> None:
-        screens.ends.set()
-
-    app.on_shutdown.append(on_shutdown)
+    app.on_shutdown.append(screens.on_shutdown)
     return app
 
 

@@ -36,7 +36,6 @@ AT: Final = {
 ORDINARY: Final = frozenset({"pacing", "groups_coming", "computing"})
 State = Literal["idle", "flowing", "waiting", "stuck"]
 
-
 #: Addresses of rows.
 OPEN: Final = "/groups?where=open"
 WAITING: Final = "/groups?where=waiting"
@@ -97,7 +96,19 @@ class Board:
     def read(self) -> dict[str, Any]:
         """The run now, for the template."""
         status = read_status(self.run)
-        self.history.append(_reading(status))
+        ledger, trainer = status.ledger, status.trainer
+        self.history.append(
+            Reading(
+                at=clock.now(),
+                pushed=ledger.pushed,
+                grouped=sum(status.groups.outcomes.values()),
+                batches=(trainer.version or 0) + max(0, trainer.untrained),
+                version=trainer.version or 0,
+                trained=ledger.trained,
+                staleness=status.staleness.mean,
+                waits=trainer.state == "waits" and not is_over(status),
+            )
+        )
         reasons = [reason for reason in (*reasons_of(status), unsaved(status)) if reason]
         if not reasons and status.trainer.state == "waits" and not is_over(status):
             reasons = [ordinary_wait(status)]
@@ -189,20 +200,6 @@ def is_over(status: Status) -> bool:
     ledger = status.ledger
     is_empty = not (ledger.queued or ledger.in_flight or status.groups.open)
     return status.trainer.finished or (producers == {"finished"} and is_empty)
-
-
-def _reading(status: Status) -> Reading:
-    ledger, trainer = status.ledger, status.trainer
-    return Reading(
-        clock.now(),
-        ledger.pushed,
-        sum(status.groups.outcomes.values()),
-        (trainer.version or 0) + max(0, trainer.untrained),
-        trainer.version or 0,
-        ledger.trained,
-        status.staleness.mean,
-        trainer.state == "waits" and not is_over(status),
-    )
 
 
 Notes = list[tuple[str, str]]

@@ -18,8 +18,8 @@ from .. import clock
 from ..errors import SettingError
 from ..messages import brief
 from ..run import Run, Shard
+from ..status.kept import why
 from ..status.seen import PLACES, SeenGroup, Where, kept_pages, read_groups_at
-from ..status.why import why
 from ..store.keys import EntryId
 
 #: Lines of a page.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -37,7 +37,7 @@ def environment() -> Environment:
     )
     made.filters |= {"num": number, "ago": ago, "size": size_text, "seconds": seconds_text}
     made.filters |= {"line": printable, "short": short}
-    made.globals |= {"link": link, "dots": dots, "points": points, "counted": counted, "compact": compact}
+    made.globals |= {"link": link, "dots": dots, "points": points, "counted": counted, "compact": json.dumps}
     return made
 
 
@@ -65,11 +65,6 @@ def short(group_id: str) -> str:
 def ago(ms: int | None) -> str:
     """A moment of the server's clock, in UTC."""
     return "" if ms is None else f"{datetime.fromtimestamp(ms / 1000, UTC):%H:%M:%S}"
-
-
-def compact(value: Any) -> str:
-    """As JSON on one line."""
-    return json.dumps(value, separators=(", ", ": "))
 
 
 def dots(line: Line, low: float, high: float) -> list[tuple[int, float, str, str]]:

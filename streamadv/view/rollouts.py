@@ -1,24 +1,29 @@
-"""What the screens of a group, of tokens and of a batch show: rollouts with their text and columns."""
+"""What the screens of a group, of tokens and of a batch show: rollouts, their columns, a batch computed again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from .. import clock
+from ..errors import SettingError, StreamadvError
+from ..extras import TO_COMPUTE, require
 from ..messages import one_line
 from ..run import Run
-from ..status.kept import read_trajectories
+from ..status.kept import Turn, advantage_range, read_trajectories, turns_of
 from ..status.seen import KeptEntry, SeenGroup, find_group
-from ..status.turns import Turn, advantage_range, turns_of
 from ..trajectory.columns import LOG_PROBS, Array
 from ..trajectory.schema import Row, Trajectory
 from .book import Line, histogram
 from .texts import Ids
+
+if TYPE_CHECKING:
+    from ..archive.compare import Change
 
 #: Characters of a turn that the screen of a group shows.
 MAX_TEXT: Final = 4000
@@ -122,7 +127,10 @@ def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side
     members = []
     for number, each in enumerate(shown):
         other = ids[0 if number else min(1, len(ids) - 1)]
-        differs = _first_difference(ids[number], other)
+        common = min(len(ids[number]), len(other))
+        different = np.flatnonzero(ids[number][:common] != other[:common])
+        # The first token that the other has not; None where they are equal as far as this one goes.
+        differs = int(different[0]) if len(different) else common if len(ids[number]) > common else None
         turns = [turn for row_number, row in enumerate(each.rows) for turn in turns_of(each, row_number, row)]
         columns = [_text(each.rows[turn.row], turn, texts, differs) for turn in turns[alike:]]
         counts = each.rollout_index in group.counting
@@ -132,15 +140,6 @@ def side_by_side(run: Run, group: SeenGroup, texts: Ids, start: int = 0) -> Side
         prompt = _text(shown[0].rows[0], next(turns_of(shown[0], 0, shown[0].rows[0])), texts, None)
     gone = [member.rollout_index for member in group.members if member.rollout_index not in there]
     return Side(prompt, members, gone, max(0, len(found) - start - len(shown)))
-
-
-def _first_difference(ids: Array, other: Array) -> int | None:
-    """The first token that the other has not; None where they are equal as far as `ids` goes."""
-    common = min(len(ids), len(other))
-    different = np.flatnonzero(ids[:common] != other[:common])
-    if len(different):
-        return int(different[0])
-    return common if len(ids) > common else None
 
 
 def _text(row: Row, turn: Turn, texts: Ids, differs: int | None) -> Text:
@@ -165,7 +164,12 @@ def tokens_of(trajectory: Trajectory, texts: Ids) -> dict[str, Any]:
     rows = []
     for number, row in enumerate(trajectory.rows):
         ids, columns = row.input_ids.tolist(), dict(_columns(trajectory, number, row))
-        shown = {name: _rounded(values) for name, values in columns.items()}
+        shown: dict[str, list[Any]] = {}
+        for name, values in columns.items():
+            found = values.tolist()
+            if values.dtype.kind == "f":
+                found = [float(f"{each:.{DIGITS}g}") if np.isfinite(each) else None for each in found]
+            shown[name] = found
         of_row = {"agent": row.agent or "", "reward": row.reward, "ids": ids, "text": texts.pieces(ids)}
         rows.append({**of_row, "columns": shown})
     names = list(dict.fromkeys(name for row in rows for name in row["columns"]))
@@ -197,13 +201,6 @@ def _spans(length: int, spans: Any) -> Array:
     for number, (start, stop) in enumerate(spans):
         numbers[start:stop] = number
     return numbers
-
-
-def _rounded(values: Array) -> list[Any]:
-    if values.dtype.kind != "f":
-        found: list[Any] = values.tolist()
-        return found
-    return [float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 # Batches
@@ -280,3 +277,68 @@ def batch_view(run: Run, lines: Sequence[Line], k: int, texts: Ids) -> dict[str,
         "punished": [extreme for extreme in extremes[:EXTREMES] if extreme.advantage < 0],
         "rewarded": [extreme for extreme in extremes[: -EXTREMES - 1 : -1] if extreme.advantage > 0],
     }
+
+
+@dataclass(slots=True)
+class Again:
+    """What came out."""
+
+    chain: str
+    """As it was asked for; "" = that of the batch."""
+    about: list[str] = field(default_factory=list)
+    """What was there of the batch, a line each."""
+    verdict: str = ""
+    is_same: bool | None = None
+    """None with another chain."""
+    problem: str = ""
+    """Why it cannot be computed."""
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    """By data source; the last one, of all of them, has the name "all"."""
+
+
+def compute_again(run: Run, k: int, chain: str) -> Again:
+    """Compute batch k again on this machine's processor. chain: a preset's name, or JSON; "" = as it was."""
+    again = Again(chain)
+    try:
+        require("to compute a batch again", *TO_COMPUTE)
+        import torch
+
+        from ..archive.compare import compare, total, with_chain
+        from ..archive.folder import RunSource
+        from ..archive.rewind import find_batch, first_difference, rewind
+
+        source = RunSource(run)
+        batch = find_batch(source, k)
+        again.about = batch.about()
+        chosen: str | dict[str, Any] = chain.strip()
+        if chain.lstrip().startswith("{"):
+            try:
+                chosen = json.loads(chain)
+            except ValueError as error:
+                raise SettingError(f"chain is no JSON: {one_line(str(error))}") from None
+        record = with_chain(batch, chosen) if chain else None
+        computed = rewind(source, batch, torch.device("cpu"), record)
+        if record is None:
+            difference = first_difference(batch, computed)
+            again.is_same = difference is None
+            again.verdict = f"first difference: {difference}" if difference else "bit-identical"
+        else:
+            changes = compare(source, batch, computed)
+            of_all = total(changes.values())
+            again.changes = {**changes, "all": of_all} if len(changes) > 1 else changes
+            again.verdict = _in_words(of_all)
+    except StreamadvError as error:
+        again.problem = str(error)
+    return again
+
+
+def _in_words(change: Change) -> str:
+    before, after = change.before, change.after
+    learn = f"{after.groups} of {change.groups} groups would learn"
+    learn += f" instead of {before.groups}" if after.groups != before.groups else ", as before"
+    size = f"the effective sample size is {after.effective:,.0f} tokens"
+    size += (
+        f" instead of {before.effective:,.0f}" if round(after.effective - before.effective) else ", as before"
+    )
+    signs = f"{change.signs:,} of {change.compared:,} tokens turn from good to bad or back"
+    return f"{learn}; {size}; {signs}"

@@ -81,28 +81,24 @@ def open_tokenizer(flag: str | None, of_run: str | None) -> Ids:
     if path is None:
         return Ids()
     try:
-        return _opened(path)
+        require("text of tokens", "tokenizers")
+        from tokenizers import Tokenizer
+
+        file = Path(path)
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise SettingError(
+                f"tokenizer {path}: there is no such file: give a tokenizer.json or its folder, nothing is downloaded"
+            )
+        try:
+            return Texts(Tokenizer.from_file(str(file)))
+        except Exception as error:  # it raises nothing else
+            raise SettingError(f"tokenizer {path} cannot be read: {one_line(str(error))}") from error
     except (SettingError, MissingDependencyError) as error:
         if flag is not None:
             raise
         announce(f"token ids are shown: {error}", "no_tokenizer")
         return Ids()
-
-
-def _opened(path: str) -> Texts:
-    require("text of tokens", "tokenizers")
-    from tokenizers import Tokenizer
-
-    file = Path(path)
-    file = file / "tokenizer.json" if file.is_dir() else file
-    if not file.is_file():
-        raise SettingError(
-            f"tokenizer {path}: there is no such file: give a tokenizer.json or its folder, nothing is downloaded"
-        )
-    try:
-        return Texts(Tokenizer.from_file(str(file)))
-    except Exception as error:  # it raises nothing else
-        raise SettingError(f"tokenizer {path} cannot be read: {one_line(str(error))}") from error
 
 
 def _shown(text: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from streamadv.run import Run
 from streamadv.status import problems_of, read_shards
+from streamadv.status.audit import walk
 from streamadv.status.model import Ledger
-from streamadv.status.stored import walk
 from streamadv.store.keys import manifest_key
 from tests.support import deep_problems
 

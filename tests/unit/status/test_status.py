@@ -11,9 +11,8 @@ import pytest
 from streamadv import Prompts
 from streamadv.run import Run
 from streamadv.status import read_shards, read_status, shard
-from streamadv.status.audit import audit, delete_run
+from streamadv.status.audit import StoredData, audit, delete_run, walk
 from streamadv.status.model import Ledger, Places
-from streamadv.status.stored import StoredData, walk
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
 from streamadv.trainer.queue import TrainerQueue
