@@ -1,4 +1,4 @@
-"""Why nothing moves in a run, by the reasons of `store/reasons.py`; and which ended groups are lost for training."""
+"""Why nothing moves in a run, by the reasons of `store/waiting.py`; and which ended groups are lost for training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Final, Self
 from ..metrics import KEPT
 from ..run import Run
 from ..run.heartbeats import HEARD_S, PRODUCER_TIMEOUT_S
-from ..run.ledger import by_reason
-from ..store.reasons import REASONS, Reason, pasteable
+from ..run.run import by_reason
+from ..store.waiting import REASONS, Reason, pasteable
 from ..units import counted, seconds_text
 from .model import Ledger, Status
 

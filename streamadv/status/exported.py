@@ -20,10 +20,10 @@ from ..errors import StreamadvError
 from ..messages import log_fields
 from ..metrics.endpoints import Asked
 from ..run import find_run
-from ..run.ledger import DROPPED
+from ..run.run import DROPPED
 from ..store.connection import Connection
-from ..store.reasons import REASONS
 from ..store.retry import SERVER_ERRORS
+from ..store.waiting import REASONS
 from .activity import OLDER_THAN_S
 from .causes import reasons_of, unsaved
 from .model import Status, TrainerState

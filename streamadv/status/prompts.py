@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..prompts.figures import END, TriesSeen, by_prompt
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
-from ..run.ledger import by_reason
+from ..run.run import by_reason
 from ..store.replies import as_text
 
 #: Prompts that were given up, named by `streamadv prompts show`.

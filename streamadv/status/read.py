@@ -16,8 +16,7 @@ from ..grouping.housekeeping import loss_of
 from ..messages import one_line
 from ..run import Run
 from ..run.heartbeats import HeardRank, heard_ranks
-from ..run.ledger import QUEUED, by_reason
-from ..run.run import byte_budget
+from ..run.run import QUEUED, by_reason, byte_budget
 from ..store.replies import as_count, as_int, as_texts
 from ..store.retry import RETRYABLE, NotNowError
 from .activity import Activity, read_activity, read_producers, read_staleness

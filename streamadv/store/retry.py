@@ -14,9 +14,8 @@ import redis.exceptions
 from .. import doors, metrics
 from ..errors import NotPermittedError
 from ..messages import one_line
-from .reasons import Reason
 from .tls import causes
-from .waiting import Blocked, Wait
+from .waiting import Blocked, Reason, Wait
 
 T = TypeVar("T")
 

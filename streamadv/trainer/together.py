@@ -18,8 +18,7 @@ from ..batch.hold import find_job
 from ..errors import CheckpointError, SettingError
 from ..extras import torch
 from ..messages import one_line
-from ..store.reasons import Reason
-from ..store.waiting import Blocked
+from ..store.waiting import Blocked, Reason
 from .plan import Rank
 
 #: Seconds between two looks at what the other ranks have said.
