@@ -353,11 +353,6 @@ def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in settings._manifest_values.items()}
 
 
-def register_call(run: str) -> ScriptCall:
-    """Put the run on the server's list of runs."""
-    return script_call("register", EntryKeys(run), [run])
-
-
 def given_settings(settings: RunSettings | None) -> RunSettings:
     """The settings that a process was given. Raises SettingError for anything else."""
     if settings is not None and not isinstance(settings, RunSettings):

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from redis.exceptions import NoScriptError
+
 from .. import clock
 from ..errors import EpochFencedError, SettingError
 from ..metrics.instruments import KEPT, OUTCOMES
 from ..store.connection import Connection
-from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
+from ..store.keys import EntryKeys, RunKeys, ShardKeys, check_run_name
 from ..store.replies import as_count, as_int
-from ..store.scripts import FENCED, run_script, script_call, server_ids_with
+from ..store.scripts import FENCED, ids_of, run_script, script_call, server_id_calls
 from .manifest import (
     Manifest,
     RunSettings,
@@ -22,7 +24,6 @@ from .manifest import (
     given_settings,
     manifest_call,
     parse_manifest,
-    register_call,
 )
 
 #: Share of maxmemory; the rest is for the scripts' own keys, results and buffers.
@@ -68,7 +69,7 @@ class Run:
     def __init__(self, name: str, connection: Connection, settings: RunSettings | None) -> None:
         self.name = name
         self.connection = connection
-        self._settings = settings
+        self._settings, self._entry = settings, EntryKeys(name)
         self._known: Manifest | None = None  # what this process writes back
         self._looked = clock.now()
         self.refresh()
@@ -82,7 +83,7 @@ class Run:
         scripts, settings = self.connection.scripts, self._settings
         reply: Any
         if settings is None:
-            stored: Any = scripts.hgetall(manifest_key(self.name))
+            stored: Any = scripts.hgetall(self._entry.manifest)
             if not stored:
                 raise SettingError(
                     f"run {self.name!r} does not exist on {self.connection.safe_url}: see `streamadv runs list`"
@@ -93,7 +94,7 @@ class Run:
         manifest = parse_manifest(self.name, settings, reply, self._known)
         if settings is not None:
             if reply[0] or self._known is None:
-                run_script(scripts, register_call(self.name))
+                run_script(scripts, script_call("register", self._entry, [self.name]))
             self._known = manifest
         self.manifest, self.keys = manifest, manifest.keys
         self.shards = [
@@ -112,7 +113,7 @@ class Run:
         `refresh`, if they are others than this process knows: settings are only added while anybody uses the run.
         """
         replies: list[Any]
-        key = manifest_key(self.name)
+        key = self._entry.manifest
         *replies, salts, count = pipe.hget(key, "salts").hlen(key).execute()
         self._looked = clock.now()
         fields, ignored = self.manifest.fields, self.manifest.ignored
@@ -130,7 +131,7 @@ class Run:
         fields: Any = changed_fields(self.manifest, settings)
         byte_budget(settings.max_bytes, self.connection.memory())
         fields[f"changed.{self.now_ms()}"] = json.dumps(sorted(fields))
-        self.connection.scripts.hset(manifest_key(self.name), mapping=fields)
+        self.connection.scripts.hset(self._entry.manifest, mapping=fields)
         self.refresh()
 
     def shard_of(self, group_id: str) -> Shard:
@@ -158,7 +159,18 @@ class Run:
 
     def server_ids_with(self, pipe: Any) -> tuple[list[str | None], list[Any]]:
         """`server_ids`, and the replies to the reads in `pipe`: together where one server has all shards."""
-        return server_ids_with(self.connection, self.keys.shards, pipe)
+        scripts, shards = self.connection.scripts, self.keys.shards
+        calls = server_id_calls(self.connection, shards)
+        if self.connection.is_cluster:
+            return ids_of([run_script(scripts, call) for call in calls], shards), pipe.execute()
+        pipe.execute_command("EVALSHA", calls[0].script.sha, *calls[0].arguments)
+        *replies, server_id = pipe.execute(raise_on_error=False)
+        if isinstance(server_id, NoScriptError):
+            server_id = run_script(scripts, calls[0])
+        for reply in (*replies, server_id):
+            if isinstance(reply, Exception):
+                raise reply
+        return ids_of([server_id], shards), replies
 
 
 def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:

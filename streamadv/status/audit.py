@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from ..messages import one_line
 from ..run import Run
 from ..store.connection import Connection
-from ..store.keys import RUNS, ShardKeys, check_run_name, manifest_key
+from ..store.keys import RUNS, EntryKeys, ShardKeys, check_run_name
 from .stored import PAGE, StoredData, counts_at, walk
 
 
@@ -113,6 +113,6 @@ def delete_run(connection: Connection, name: str) -> int:
         for key in page:
             pipe.unlink(key)
         count += sum(pipe.execute())
-    count += scripts.unlink(manifest_key(name))
+    count += scripts.unlink(EntryKeys(name).manifest)
     scripts.hdel(RUNS, name)
     return count

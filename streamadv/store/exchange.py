@@ -120,10 +120,6 @@ def executed(execute: Callable[..., list[Any]], *args: Any, **options: Any) -> l
     return [classified(result) if isinstance(result, refusal) else result for result in results]
 
 
-def _packed(commands: Iterable[Sequence[Any]]) -> list[Piece]:
-    return [piece for args in commands for piece in Packer().pack(*args)]
-
-
 class Client(redis.Redis):
     """A client of one server. What it sends goes past redis-py, which records and looks up much for each command."""
 
@@ -152,22 +148,21 @@ class Client(redis.Redis):
         raised = Exception if raise_on_error else redis.exceptions.ReadOnlyError
 
         def results_of(replies: list[Any]) -> Any:
-            results = [self._result_of(*pair) for pair in zip(replies, commands, strict=True)]
+            """What redis-py makes of each reply; errors as `classified`."""
+            results = replies[:]
+            for number, (reply, (args, options)) in enumerate(zip(replies, commands, strict=True)):
+                if isinstance(reply, redis.exceptions.ResponseError):
+                    results[number] = classified(reply, args)
+                elif args[0] in self.response_callbacks:
+                    others = {
+                        name: value for name, value in options.items() if name != "keys"
+                    }  # for its cache
+                    results[number] = self.response_callbacks[args[0]](reply, **others)
             return next((result for result in results if isinstance(result, raised)), results)
 
-        pieces = _packed([args for args, _ in commands])
+        pieces = [piece for args, _ in commands for piece in Packer().pack(*args)]
         results: list[Any] = self._exchange(pieces, len(commands), results_of)
         return results
-
-    def _result_of(self, reply: Any, command: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
-        """What redis-py makes of a reply; an error as `classified`."""
-        args, options = command
-        if isinstance(reply, redis.exceptions.ResponseError):
-            return classified(reply, args)
-        if args[0] not in self.response_callbacks:
-            return reply
-        others = {name: value for name, value in options.items() if name != "keys"}  # for redis-py's cache
-        return self.response_callbacks[args[0]](reply, **others)
 
     def read(self, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
         """Replies to commands that write nothing, each as soon as it has come; a refusal as an error among them.
@@ -177,7 +172,8 @@ class Client(redis.Redis):
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            with closing(replies(connection, [b"".join(_packed(commands))], len(commands))) as incoming:
+            packed = b"".join([piece for args in commands for piece in Packer().pack(*args)])
+            with closing(replies(connection, [packed], len(commands))) as incoming:
                 for command, reply in zip(commands, incoming, strict=True):
                     is_refused = isinstance(reply, redis.exceptions.ResponseError)
                     yield classified(reply, command) if is_refused else reply
