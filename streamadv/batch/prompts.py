@@ -56,7 +56,7 @@ class RunPrompts:
         for prompts in self.carry():
             stored = read(self._run, prompts)
             progress.prompts[prompts.name] = {
-                "set": stored.prompts.to_text(),
+                "set": stored.prompts.text,
                 "born": stored.born,
                 "next": stored.following,
                 "left": sorted(stored.entries),
@@ -103,7 +103,7 @@ class RunPrompts:
             counters[f"{TRAINED} {source} {epoch}"] += 1
             if position >= following[source - 1]:
                 ended.append(item)
-        args = [progress.fence, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
+        args = [progress.fence, prompts.name, prompts.text, saved.get("born", ""), progress.branch]
         saved_in = progress.loaded_epoch if progress.loaded else progress.epoch
         args += [-1 if progress.is_set_back else saved_in, saved.get("given_up", 0)]
         args += [len(following), len(counters), len(begun), *following]
