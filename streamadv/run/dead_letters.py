@@ -223,19 +223,14 @@ def reject(
     """
     place = key.partition("}:")[2]
     problem = one_line(problem)
-    shown = {
-        name.decode(errors="backslashreplace")[:100]: _shown(name, value)
-        for name, value in list((fields or {}).items())[:20]
-    }
+    shown = dict[str, Any]()
+    for name, value in list((fields or {}).items())[:20]:
+        seen: Any = value[:200]
+        if name in TABLES and 0 < len(value) <= TABLE_BYTES:  # in words, or why they are none
+            seen = [member for table in cut_tables(value) for member in list_table(table, ANY_SIZE)]
+        shown[name.decode(errors="backslashreplace")[:100]] = seen
     text = repr(shown)[:TEXT_CHARS]
     args = [REMOVALS.get(place, "XDEL"), stage, item, place, problem, text]
     if shard.call("reject", args, place=key):
         extra = log_fields("malformed_removed", run=shard.run, role=stage or None)
         logger.error("removed from %s: %s", place, problem, extra=extra)
-
-
-def _shown(name: bytes, value: bytes) -> Any:
-    """Member tables in words, or why they are none; of anything else the beginning."""
-    if name not in TABLES or not 0 < len(value) <= TABLE_BYTES:
-        return value[:200]
-    return [member for table in cut_tables(value) for member in list_table(table, ANY_SIZE)]

@@ -99,7 +99,9 @@ class EmbeddedServer:
         self._extra_options = dict(extra_options or {})
         self._binary = find_server_binary(binary)
         self._folder = tempfile.TemporaryDirectory(prefix="streamadv-")  # log, socket, and data when not kept
+        self._socket_path = Path(self._folder.name) / "redis.sock"
         self._home = self._data_dir or Path(self._folder.name)
+        self._log_path = self._home / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -181,14 +183,6 @@ class EmbeddedServer:
         """Stop the server and remove its temporary files; it cannot be started again."""
         self.stop()
         self._folder.cleanup()
-
-    @property
-    def _socket_path(self) -> Path:
-        return Path(self._folder.name) / "redis.sock"
-
-    @property
-    def _log_path(self) -> Path:
-        return self._home / "server.log"
 
     def _launch(self, port: int) -> None:
         try:
