@@ -136,7 +136,12 @@ class Judge:
     async def _answer(self, session: _Session, trajectories: Sequence[UnscoredTrajectory]) -> Any:
         async with asyncio.timeout(self._answer_s) as limit:
             try:
-                return await self._function(*await self._client_of(session), *trajectories)
+                if self._client is None:
+                    return await self._function(*trajectories)
+                async with session.opening:  # what opens a client asks the judge, too
+                    if session.client is None:
+                        session.client = await session.stack.enter_async_context(self._client())
+                return await self._function(session.client, *trajectories)
             except asyncio.CancelledError:
                 if limit.expired():
                     text = f"no answer within {self._answer_s:g} s: raise answer_s and the scorer's timeout_s"
@@ -163,15 +168,6 @@ class Judge:
             return error.errno in AWAY_ERRNOS
         is_away = isinstance(error, ConnectionError | socket.gaierror) or bool(names & AWAY_NAMES)
         return is_away or _code_of(error) in AWAY_CODES
-
-    async def _client_of(self, session: _Session) -> tuple[Any, ...]:
-        """The client of a session, if the function wants one: what opens it asks the judge, too."""
-        if self._client is None:
-            return ()
-        async with session.opening:
-            if session.client is None:
-                session.client = await session.stack.enter_async_context(self._client())
-        return (session.client,)
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_Session]:
@@ -252,7 +248,7 @@ class Remembered:
             if key in self._scores:
                 self._scores.move_to_end(key)
                 return True, self._scores[key]
-            row = self._in_file("SELECT score FROM scores WHERE key = ?", _short(key))
+            row = self._in_file("SELECT score FROM scores WHERE key = ?", key)
             return (False, None) if row is None else (True, self._keep(key, json.loads(row[0])))
 
     def put(self, key: str, score: Any) -> None:
@@ -266,14 +262,15 @@ class Remembered:
             return
         with self._lock:
             self._keep(key, plain)
-            self._in_file("INSERT OR REPLACE INTO scores VALUES (?, ?)", _short(key), text)
+            self._in_file("INSERT OR REPLACE INTO scores VALUES (?, ?)", key, text)
 
-    def _in_file(self, statement: str, *values: str) -> Any:
+    def _in_file(self, statement: str, key: str, *score: str) -> Any:
         """The first row of the answer. A file that fails costs no score: from then on this process does without."""
         if self._file is None:
             return None
+        short = hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
         try:
-            return self._file.execute(statement, values).fetchone()
+            return self._file.execute(statement, (short, *score)).fetchone()
         except sqlite3.Error as error:
             self._file = None
             text = "the judge's cache fails (%s): scores are remembered by this process alone"
@@ -309,7 +306,3 @@ def content_of(trajectories: Sequence[UnscoredTrajectory]) -> str:
 
 def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else list(value)
-
-
-def _short(key: str) -> str:
-    return hashlib.blake2b(key.encode(), digest_size=20).hexdigest()

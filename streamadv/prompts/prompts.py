@@ -126,7 +126,9 @@ def _fingerprint(sources: Mapping[str, Source]) -> str:
     """Of 64 prompts of each source at most: other data under the same lengths differ here."""
     digest = hashlib.blake2b(digest_size=8)
     for name, source in sources.items():
-        for number in _sampled(source):
+        length = len(source)
+        sampled = sorted({place * (length - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)})
+        for number in range(min(length, SAMPLED)) if isinstance(source, Stream) else sampled:
             digest.update(f"{name} {number} {_text_of(source[number])}\n".encode(errors="replace"))
     return digest.hexdigest()
 
@@ -136,13 +138,6 @@ def _text_of(prompt: Any) -> str:
         return json.dumps(prompt, sort_keys=True, default=_kind)
     except (TypeError, ValueError, RecursionError):  # keys that JSON has not, or a circle
         return _kind(prompt)
-
-
-def _sampled(source: Source) -> Sequence[int]:
-    length = len(source)
-    if isinstance(source, Stream):
-        return range(min(length, SAMPLED))
-    return sorted({place * (length - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)})
 
 
 def _kind(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -118,24 +119,14 @@ def read(run: Run, prompts: PromptSet) -> Stored:
         if key.count(b" ") == 2
     }
     born = state.get(b"born", b"").decode(errors="replace")
-    selected = [as_number(state.get(b"weight:%d" % source)) for source in range(1, len(totals) + 1)]
-    shares = [
-        given if weight is None else weight
-        for weight, given in zip(selected, prompts.weights.values(), strict=True)
-    ]
-    by_source = dict(zip(prompts.sources, shares, strict=True))
+    shares = dict(zip(prompts.sources, prompts.weights.values(), strict=True))
+    for number, source in enumerate(prompts.sources, 1):
+        with suppress(ValueError):
+            weight = float(state.get(b"weight:%d" % number, b""))
+            shares[source] = weight if 0 <= weight < math.inf else shares[source]
     given_up = as_count(state.get(b"given_up"))
     is_back = b"is_back" in state
-    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, is_back)
-
-
-def as_number(value: bytes | None) -> float | None:
-    """The weight that a script has noted, or None."""
-    try:
-        number = float(value or b"")
-    except ValueError:
-        return None
-    return number if 0 <= number < math.inf else None
+    return Stored(prompts, born, following, entries, ended, counters, given_up, shares, is_back)
 
 
 def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:

@@ -1,6 +1,6 @@
 """The client of one server: calls and their replies over redis-py's connections, without its bookkeeping per command.
 
-That bookkeeping costs as much as packing and sending a small call. Calls are packed in Redis' protocol (RESP2), with
+That bookkeeping costs as much as packing and sending a small call. Payloads are packed in Redis' protocol (RESP2), with
 large values sent from where they lie: redis-py with hiredis copies every value twice before it sends it. For
 trajectories of 32,768 tokens these copies are most of a producer's cost. Redis reads large values without a copy.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -252,26 +252,14 @@ _PEXPIRE: Final = b"\r\n*3\r\n$7\r\nPEXPIRE\r\n$%%d\r\n%%b\r\n$%d\r\n%d" % (
 
 
 class Packer:
-    """A command packer of redis-py: `pack` makes the chunks of one command."""
+    """A command packer of redis-py: `pack` makes the one chunk of a command."""
 
-    def pack(self, *args: Any) -> Sequence[bytes | memoryview]:
-        """The chunks, to be sent in order. Raises redis' DataError unless all are str, bytes, buffers or numbers."""
+    def pack(self, *args: Any) -> Sequence[bytes]:
+        """Raises redis' DataError unless all are str, bytes, buffers or numbers."""
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
-        args = (*name.split(), *texts(args[1:]))  # 'XINFO GROUPS' is two words to Redis
-        if name != b"HSET":
-            with suppress(TypeError):  # it takes no buffers
-                return [hiredis.pack_command(args)]
-        chunks: list[bytes | memoryview] = []
-        pieces: list[bytes | memoryview] = [b"*%d\r\n" % len(args)]
-        for arg in args:
-            value = arg if isinstance(arg, bytes) else _encoded(arg)
-            pieces.append(b"$%d\r\n" % len(value))
-            if len(value) >= LARGE:
-                chunks += [b"".join(pieces), value]
-                pieces = [b"\r\n"]
-            else:
-                pieces += [value, b"\r\n"]
-        return [*chunks, b"".join(pieces)]
+        return [
+            hiredis.pack_command((*name.split(), *texts(args[1:])))
+        ]  # 'XINFO GROUPS' is two words to Redis
 
 
 def texts(args: Iterable[Any]) -> list[Any]:
@@ -361,11 +349,11 @@ def as_buffer(value: Any) -> bytes | memoryview:
     return memoryview(value).cast("B") if value.nbytes else b""
 
 
-def _encoded(arg: Any) -> bytes | memoryview:
+def _encoded(arg: Any) -> bytes:
     if isinstance(arg, str):
         return arg.encode()
     if isinstance(arg, memoryview | bytearray):
-        return memoryview(arg).cast("B")
+        return bytes(arg)
     if isinstance(arg, int | float) and not isinstance(arg, bool):
         return str(arg).encode()
     raise DataError(f"cannot send a {type(arg).__name__} to Redis: give text, bytes or a number")

@@ -135,7 +135,11 @@ def test_what_others_write_among_the_heartbeats_is_not_read() -> None:
     negative = json.dumps({"world_size": 0, "doing": "waits", "batch": 1, "batch_s": 1})
     session = {
         **{"rank:0": said, "rank:1": "1000 {", "rank:7": said, "rank:x": said, "rank:": said, "other": said},
-        **{"rank:2": f"x {REPORT.dump_json(sound).decode()}", "rank:3": f"1000 {wrong}", "rank:4": f"1000 {negative}"},
+        **{
+            "rank:2": f"x {REPORT.dump_json(sound).decode()}",
+            "rank:3": f"1000 {wrong}",
+            "rank:4": f"1000 {negative}",
+        },
     }
     heard = heard_ranks(session, 3000)
     assert list(heard) == [0]  # rank 7 belongs to an earlier job, which had more ranks
