@@ -118,7 +118,15 @@ class Judge:
         async with session.slots:
             if session.away is not None:
                 raise JudgeAwayError(str(session.away), session.away.wait_s)
-            await self._turn(session.began)
+            now = clock.now()
+            at = max(now, self._next_at)
+            if at - session.began > BEGUN_WITHIN_S:
+                raise JudgeAwayError(
+                    "it is asked for more than it answers in a minute: start more of it, or raise its limits"
+                )
+            self._next_at = at + self._interval_s
+            if at > now:
+                await asyncio.sleep(at - now)
             began = clock.now()
             try:
                 score = await self._answer(session, trajectories)
@@ -147,18 +155,6 @@ class Judge:
                     text = f"no answer within {self._answer_s:g} s: raise answer_s and the scorer's timeout_s"
                     raise TimeoutError(text) from None
                 raise
-
-    async def _turn(self, session_began: float) -> None:
-        """Wait until the next request may begin. Raises JudgeAwayError if that is too late for its call."""
-        now = clock.now()
-        at = max(now, self._next_at)
-        if at - session_began > BEGUN_WITHIN_S:
-            raise JudgeAwayError(
-                "it is asked for more than it answers in a minute: start more of it, or raise its limits"
-            )
-        self._next_at = at + self._interval_s
-        if at > now:
-            await asyncio.sleep(at - now)
 
     def _is_away(self, error: Exception, began: float) -> bool:
         names = {each.__name__ for each in type(error).__mro__}

@@ -243,17 +243,6 @@ Group = tuple[int, str]
 """Index of the shard, and the group's id."""
 
 
-class Taken(NamedTuple):
-    """Packets that are held no longer."""
-
-    whole: list[WaitingPacket]
-    """Of groups that this process scores: all there are."""
-    ended: list[WaitingPacket]
-    """Of groups that have ended."""
-    gone: list[Entry]
-    """Handed on by another process."""
-
-
 class WholeGroups:
     """What one process of a scorer holds back."""
 
@@ -270,25 +259,30 @@ class WholeGroups:
         """All are read again."""
         self._held.clear()
 
-    def take(self, most: int) -> Taken:
-        """What need not be held any longer: groups of `most` members together, one group at least."""
-        taken, whole, members = Taken([], [], []), dict[Group, int](), 0
+    def take(self, most: int) -> tuple[list[WaitingPacket], list[WaitingPacket], list[Entry]]:
+        """What need not be held any longer.
+
+        All packets of groups that this process scores, of `most` members together, one group at least; packets of
+        groups that have ended; entries that another process has handed on.
+        """
+        taken, ended, gone = list[WaitingPacket](), list[WaitingPacket](), list[Entry]()
+        whole, members = dict[Group, int](), 0
         pipe = self._run.connection.scripts.pipeline(transaction=False)
         for index, group_id in self._held:
             pipe.hget(self._run.shards[index].keys.group(group_id), "slots")
         slot_maps = pipe.execute() if self._held else []
         for group, slots in zip(list(self._held), slot_maps, strict=True):  # None of a group that has ended
             if slots is None:
-                taken.ended.extend(self._held.pop(group).values())
+                ended.extend(self._held.pop(group).values())
             elif slots and FREE not in slots:
                 whole[group] = slots.count(ON_ITS_WAY)
-        for group, packets in self._scored_here(whole, taken.gone):
+        for group, packets in self._scored_here(whole, gone):
             if members >= most:
                 break
             members += sum(len(packet.lines) for packet in packets)
-            taken.whole.extend(packets)
+            taken += packets
             self._held.pop(group)
-        return taken
+        return taken, ended, gone
 
     def _scored_here(
         self, whole: Mapping[Group, int], gone: list[Entry]

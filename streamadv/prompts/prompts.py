@@ -78,7 +78,14 @@ class Prompts:
         shares: dict[str, float] = dict(lengths)
         if weights is not None:
             shares = {key: plain(share) for key, share in sorted(weights.items())}
-        when = "" if select is None else _period(name, select, select_every, sum(lengths.values()))
+        when = ""  # weights are selected anew
+        if select is not None:
+            if not callable(select):
+                raise SettingError(
+                    f"prompts {name}: select is {brief(select)}, needs a function of statistics by source"
+                )
+            every = whole_number(f"prompts {name}: select_every", select_every, 1, or_none=True)
+            when = f"begun {sum(lengths.values())}" if every is None else f"version {every}"
         self._select = select
         options = (skip_solved, plain(best_reward), when)
         self.set = PromptSet(name, lengths, epochs, shuffle, shares, retries, "", *options).checked()
@@ -109,17 +116,6 @@ class Prompts:
             )
         self.set.check_weights(weights, least=0)
         return weights
-
-
-def _period(name: str, select: Any, every: int | None, prompts: int) -> str:
-    """When weights are selected, as the run has it."""
-    if not callable(select):
-        raise SettingError(
-            f"prompts {name}: select is {brief(select)}, needs a function of statistics by source"
-        )
-    if every is None:
-        return f"begun {prompts}"
-    return f"version {whole_number(f'prompts {name}: select_every', every, 1, or_none=True)}"
 
 
 def _fingerprint(sources: Mapping[str, Source]) -> str:

@@ -18,9 +18,10 @@ from ..store.keys import EntryKeys, RunKeys, ShardKeys, check_run_name
 from ..store.replies import as_count, as_int
 from ..store.scripts import FENCED, ids_of, run_script, script_call, server_id_calls
 from .manifest import (
+    DEFAULTS,
+    FIXED,
     Manifest,
     RunSettings,
-    changed_fields,
     given_settings,
     manifest_call,
     parse_manifest,
@@ -128,7 +129,17 @@ class Run:
 
         Raises SettingError for a setting that is fixed, or a budget above the server's memory.
         """
-        fields: Any = changed_fields(self.manifest, settings)
+        given = settings.model_dump(exclude_none=True)
+        if fixed := sorted(given.keys() & FIXED):
+            raise SettingError(f"{fixed[0]} cannot be changed: leave it out, or use another run name")
+        if not given:
+            raise SettingError(
+                f"no setting is given: name those to change, `streamadv runs show --run {self.name}` has them"
+            )
+        RunSettings(
+            **{name: getattr(self.manifest, name) for name in DEFAULTS} | given
+        )  # do they go together?
+        fields: Any = {name: json.dumps(value) for name, value in settings._manifest_values.items()}
         byte_budget(settings.max_bytes, self.connection.memory())
         fields[f"changed.{self.now_ms()}"] = json.dumps(sorted(fields))
         self.connection.scripts.hset(self._entry.manifest, mapping=fields)

@@ -211,7 +211,24 @@ class EmbeddedServer:
             raise
 
     def _spawn(self, port: int, lock: int) -> None:
-        command = [str(self._binary), "-", *self._options(port)]  # "-": reads the rest from stdin
+        options = {
+            "port": str(port),
+            "bind": self._bind,
+            "protected-mode": "yes",
+            "dir": str(self._home),
+            "daemonize": "no",
+            "logfile": "",
+            "save": "",
+            "appendonly": "no" if self._data_dir is None else "yes",
+            "appendfsync": self._appendfsync,
+            "maxmemory": str(self._maxmemory),
+            "maxmemory-policy": "noeviction",
+        }
+        if self._unix_socket:
+            options |= {"port": "0", "unixsocket": str(self._socket_path), "unixsocketperm": "700"}
+        options |= self._extra_options
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        command = [str(self._binary), "-", *words]  # "-": reads the rest from stdin
         with open(self._log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             # A session of its own: Ctrl-C in the terminal is for the client processes. The server inherits
             # the lock's descriptor, so the lock lasts exactly as long as the server does.
@@ -246,25 +263,6 @@ class EmbeddedServer:
                         "stop that one or give another folder"
                     ) from None
                 time.sleep(POLL_SECONDS)
-
-    def _options(self, port: int) -> list[str]:
-        options = {
-            "port": str(port),
-            "bind": self._bind,
-            "protected-mode": "yes",
-            "dir": str(self._home),
-            "daemonize": "no",
-            "logfile": "",
-            "save": "",
-            "appendonly": "no" if self._data_dir is None else "yes",
-            "appendfsync": self._appendfsync,
-            "maxmemory": str(self._maxmemory),
-            "maxmemory-policy": "noeviction",
-        }
-        if self._unix_socket:
-            options |= {"port": "0", "unixsocket": str(self._socket_path), "unixsocketperm": "700"}
-        options |= self._extra_options
-        return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + ANSWER_SECONDS
