@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -295,19 +295,9 @@ class WholeGroups:
                 yield group, packets
             else:
                 shared[group] = count
-        found = self._in_streams(shared)
-        for group, count in shared.items():
-            held, there = self._held[group], found[group]
-            gone += [held.pop(entry_id).entry for entry_id in held.keys() - there.keys()]
-            if not held:
-                self._held.pop(group)
-            elif sum(len(each.lines) for each in there.values()) >= count and next(iter(there)) in held:
-                yield group, [held.get(entry_id, each) for entry_id, each in there.items()]
-
-    def _in_streams(self, groups: Collection[Group]) -> dict[Group, dict[str, WaitingPacket]]:
-        """The packets of groups that some process holds, in the order of their entries."""
-        found = {group: dict[str, WaitingPacket]() for group in groups}
-        for index in {index for index, _ in groups}:
+        # The packets of these that some process holds, in the order of their entries.
+        found = {group: dict[str, WaitingPacket]() for group in shared}
+        for index in {index for index, _ in shared}:
             shard = self._run.shards[index]
             pending: Any = shard.connection.scripts.xpending(shard.keys.scoring(self._scorer), self._scorer)
             if pending["min"] is None:
@@ -318,4 +308,10 @@ class WholeGroups:
             )
             for packet in packets_of(self._run, self._scorer, of_groups):
                 found[index, packet.group_id][packet.entry.id] = packet
-        return found
+        for group, count in shared.items():
+            held, there = self._held[group], found[group]
+            gone += [held.pop(entry_id).entry for entry_id in held.keys() - there.keys()]
+            if not held:
+                self._held.pop(group)
+            elif sum(len(each.lines) for each in there.values()) >= count and next(iter(there)) in held:
+                yield group, [held.get(entry_id, each) for entry_id, each in there.items()]
