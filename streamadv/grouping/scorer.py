@@ -323,21 +323,18 @@ class Scorer:
             logger.warning(text, self._name, len(call.items), answer, extra=fields)
         if self._whole is not None and failed:
             first = away or next(iter(failed.values()))
-            if self._is_tried_again(call, first):
+            if first.kind == AWAY or call.tries < self._max_tries:
                 return [self._later(call, call.items, first)]
         left: list[Call] = []
         for number, item in enumerate(call.items):
             if number in scored:
                 item.packet.verdicts[item.position] = scored[number]
                 self._tries.forget(item)
-            elif self._is_tried_again(call, failed[number]):
+            elif failed[number].kind == AWAY or call.tries < self._max_tries:
                 left.append(self._later(call, [item], failed[number]))
             else:
                 self._give_up(item, failed[number])
         return left
-
-    def _is_tried_again(self, call: Call, error: ScoreError) -> bool:
-        return error.kind == AWAY or call.tries < self._max_tries
 
     def _later(self, call: Call, items: Sequence[WaitingMember], error: ScoreError) -> Call:
         """The same call for `items`, after a pause. While the judge is away no try is counted."""

@@ -93,14 +93,12 @@ def read_ends(keys: RunKeys) -> ScriptSteps[str]:
 def give_back(
     keys: ShardKeys, name: str, leases: Sequence[Lease], nonce: str = "", what: str = "again"
 ) -> ScriptCall:
-    """Somebody else has to play these prompts, and those of the lease with this nonce, to which there was no answer."""
+    """Somebody else has to play these prompts, and those of the lease with this nonce, to which there was no answer.
+
+    what: 'ended': nobody has to, as their groups have ended, and how is still to be told.
+    """
     args = [what, nonce, *(part for lease in leases for part in lease)]
     return script_call("leave_prompts", keys, args, **_keys(name, "entries", "again"))
-
-
-def note_ended(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
-    """Nobody has to play these prompts: their groups have ended, and how is still to be told."""
-    return give_back(keys, name, leases, what="ended")
 
 
 def end(

@@ -146,12 +146,9 @@ def list_malformed(shard: Shard, now_ms: int) -> Iterator[tuple[bytes, DeadGroup
             stored.get(name, b"").decode(errors="backslashreplace")
             for name in (b"place", b"item", b"detail", b"text")
         )
-        where, age_s = one_line(f"{place}/{item}"), _seconds(now_ms - int(note.partition(b"-")[0]))
+        where, age_ms = one_line(f"{place}/{item}"), now_ms - int(note.partition(b"-")[0])
+        age_s = round(max(0.0, age_ms / 1000), 1)
         yield note, DeadGroup(where, MALFORMED, detail, 0, 0, True, age_s, None, (), text)
-
-
-def _seconds(age_ms: float) -> float:
-    return round(max(0.0, age_ms / 1000), 1)
 
 
 def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
@@ -167,7 +164,7 @@ def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
         trajectories=as_count(fields["count"]),
         bytes=as_count(fields["bytes"]),
         emptied="emptied" in fields,
-        age_s=_seconds(age_ms),
+        age_s=round(max(0.0, age_ms / 1000), 1),
         data_source="".join(fields.get("log:head", "").split(" ", 6)[6:]) or None,
         members=tuple(_members_of(stored)),
     )

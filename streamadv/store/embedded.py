@@ -149,7 +149,15 @@ class EmbeddedServer:
         if self.running:
             return
         if self._wanted_port and not self._port and not self._unix_socket:
-            check_free(self._wanted_port, self._bind)
+            with socket.socket(socket.AF_INET6 if ":" in self._bind else socket.AF_INET) as probe:
+                # As the server does, so that closing connections of an earlier server are no obstacle.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self._bind, self._wanted_port))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        problem = f"--port {self._wanted_port} is in use: choose another one"
+                        raise ServerError(problem) from None
         is_given = self._unix_socket or self._wanted_port or self._port
         for attempts_left in reversed(range(1 if is_given else PORT_ATTEMPTS)):
             try:
@@ -306,18 +314,6 @@ def check_bind(bind: str, password: str | None) -> None:
             f"--bind {bind} opens the server to the network: give it a password (STREAMADV_REDIS_PASSWORD_FILE), "
             f"or leave it at {LOOPBACK}"
         )
-
-
-def check_free(port: int, bind: str) -> None:
-    """Raise ServerError when another process listens at the port."""
-    with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
-        # As the server does, so that closing connections of an earlier server are no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bind, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ServerError(f"--port {port} is in use: choose another one") from None
 
 
 def free_port() -> int:

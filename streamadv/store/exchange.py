@@ -135,7 +135,9 @@ class Client(redis.Redis):
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
         """As redis-py's client."""
-        return _Pipeline(self, transaction)
+        pipe = _Pipeline(self.connection_pool, self.response_callbacks, transaction, None)
+        pipe._client, pipe._has_multi = self, transaction
+        return pipe
 
     def execute_together(
         self, commands: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], raise_on_error: bool = True
@@ -216,9 +218,8 @@ class Client(redis.Redis):
 class _Pipeline(redis.client.Pipeline):
     """Commands, which without MULTI are sent as a `Client` sends."""
 
-    def __init__(self, client: Client, transaction: bool) -> None:
-        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
-        self._client, self._has_multi = client, transaction
+    _client: Client
+    _has_multi: bool
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
         """As redis-py's, with errors as `classified`."""
