@@ -46,7 +46,7 @@ HELP_COLUMNS: Final = 100
 #: Members without underscore that only the package itself uses.
 INTERNAL: Final = {
     "Batch": "make_delivered|metric_weights|delivered|layout",
-    "Connection": "scripts|push|blocking|check|memory",
+    "Connection": "scripts|push|blocking|check|memory|note_failed_push",
     "Scorer": "work",
     "Ticket": "hand_out|watched_by",
 }

@@ -13,10 +13,12 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import redis
 import redis.asyncio
+import redis.asyncio.cluster
+import redis.cluster
 import redis.exceptions
 
 from ..errors import ServerUnreachableError, SettingError
@@ -24,7 +26,7 @@ from ..forks import renewed_at_fork
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .pipelined import Pipelined
-from .retry import RETRYABLE, reason_of, server_reason
+from .retry import RETRYABLE, closed_under_way, reason_of, server_reason
 from .urls import hide_password, parse_url
 from .waiting import Blocked, Reason, Wait
 
@@ -85,16 +87,7 @@ class _BaseConnection:
 
     def _after_failure(self, error: Exception, wait: Wait) -> None:
         """Report a failed attempt to reach the server. Raises ServerUnreachableError when it is time to give up."""
-        reason = server_reason(error)
-        hosts = [host for host, _ in self._target.sentinels]
-        for host in hosts:  # redis-py does not report that none can be resolved
-            try:
-                socket.getaddrinfo(host, None)
-                break
-            except socket.gaierror as unknown:
-                text = f"{', '.join(hosts)}: {unknown.strerror}"
-        else:
-            reason = Reason("name_resolution", text) if hosts else reason
+        reason = self._unknown_sentinels() or server_reason(error)
         if self._target.tls and _MAY_SPEAK_NO_TLS.search(reason.text):
             reason = Reason(reason.name, f"{reason.text} (does it speak TLS, as rediss:// says?)")
         if wait.timeout is not None and reason.name == "name_resolution":
@@ -106,6 +99,17 @@ class _BaseConnection:
                 f"no answer from {self.safe_url} within {wait.timeout:g} s ({reason.text}): {reason.remedy(None)}"
             ) from None
         wait.because(reason)
+
+    def _unknown_sentinels(self) -> Reason | None:
+        """The reason when no host of the Sentinels can be resolved, which redis-py does not report."""
+        hosts = [host for host, _ in self._target.sentinels]
+        for host in hosts:
+            try:
+                socket.getaddrinfo(host, None)
+                return None
+            except socket.gaierror as error:
+                text = f"{', '.join(hosts)}: {error.strerror}"
+        return Reason("name_resolution", text) if hosts else None
 
     def _check_single_node(self, info: dict[str, Any]) -> None:
         if info.get("cluster_enabled"):
@@ -207,6 +211,17 @@ class Connection(_BaseConnection):
                 raise
             return {}
 
+    def note_failed_push(self) -> None:
+        """Call after a push that raised one of RETRYABLE.
+
+        Reads the cluster's layout again: redis-py's transactions look for a slot's new primary after some errors only,
+        not after a timeout, and would ask a primary that hangs for ever.
+        """
+        client = self._clients.get("push")
+        if client is not None and self.is_cluster:
+            with suppress(*RETRYABLE), closed_under_way():
+                cast(redis.cluster.RedisCluster, client).nodes_manager.initialize()
+
     def close(self) -> None:
         """Close every client; the next use opens them again."""
         with self._lock:
@@ -294,6 +309,13 @@ class AsyncConnection(_BaseConnection):
             if isinstance(error, RETRYABLE):
                 raise
             return {}
+
+    async def note_failed_push(self) -> None:
+        """As `Connection.note_failed_push`."""
+        client = self._clients.get("push")
+        if client is not None and self.is_cluster:
+            with suppress(*RETRYABLE), closed_under_way():
+                await cast(redis.asyncio.cluster.RedisCluster, client).nodes_manager.initialize()
 
     async def close(self) -> None:
         if self._pipelined is not None:

@@ -42,7 +42,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Final, NamedTuple
@@ -53,7 +52,7 @@ from .connection import AsyncConnection, Connection
 from .exchange import UNREGISTERED_MS, Client, Payloads, as_buffer
 from .keys import EntryKeys, ShardKeys
 from .pipelined import Pipelined
-from .retry import RETRYABLE, closed_under_way, not_now
+from .retry import RETRYABLE, not_now
 
 _LUA = resources.files("streamadv") / "lua"
 _LIB = "lib"
@@ -244,9 +243,7 @@ async def run_script_async(client: Any, call: ScriptCall) -> Any:
 def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall) -> Any:
     """MULTI: write the hashes, then run `call`, whose reply is returned. Never sends a hash twice.
 
-    A server that does not know the script is sent its text: the hashes are there, or the script finds them gone. After
-    one of RETRYABLE a cluster's layout is read again: redis-py's transactions look for a slot's new primary after some
-    errors only, not after a timeout, and would ask a primary that hangs for ever.
+    A server that does not know the script is sent its text: the hashes are there, or the script finds them gone.
     """
     client: Any = connection.push
     try:
@@ -258,9 +255,7 @@ def run_transaction(connection: Connection, payloads: Payloads, call: ScriptCall
         except NoScriptError:
             return client.eval(call.script.text, *call.arguments)
     except RETRYABLE:
-        if connection.is_cluster:
-            with suppress(*RETRYABLE), closed_under_way():
-                client.nodes_manager.initialize()
+        connection.note_failed_push()
         raise
 
 
@@ -277,9 +272,7 @@ async def run_transaction_async(connection: AsyncConnection, payloads: Payloads,
         except NoScriptError:
             return await client.eval(call.script.text, *call.arguments)
     except RETRYABLE:
-        if connection.is_cluster:
-            with suppress(*RETRYABLE), closed_under_way():
-                await client.nodes_manager.initialize()
+        await connection.note_failed_push()
         raise
 
 
