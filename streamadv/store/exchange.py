@@ -156,9 +156,8 @@ class Client(redis.Redis):
                 if isinstance(reply, redis.exceptions.ResponseError):
                     results[number] = classified(reply, args)
                 elif args[0] in self.response_callbacks:
-                    others = {
-                        name: value for name, value in options.items() if name != "keys"
-                    }  # for its cache
+                    # Without what is for redis-py's cache.
+                    others = {name: value for name, value in options.items() if name != "keys"}
                     results[number] = self.response_callbacks[args[0]](reply, **others)
             return next((result for result in results if isinstance(result, raised)), results)
 
@@ -258,9 +257,8 @@ class Packer:
     def pack(self, *args: Any) -> Sequence[bytes]:
         """Raises redis' DataError unless all are str, bytes, buffers or numbers."""
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
-        return [
-            hiredis.pack_command((*name.split(), *texts(args[1:])))
-        ]  # 'XINFO GROUPS' is two words to Redis
+        # 'XINFO GROUPS' is two words to Redis.
+        return [hiredis.pack_command((*name.split(), *texts(args[1:])))]
 
 
 def texts(args: Iterable[Any]) -> list[Any]:
