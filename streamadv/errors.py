@@ -108,7 +108,7 @@ class ProducerClosedError(StreamadvError):
 class Busy(StreamadvError):
     """The producer could not begin a group in time, for lack of bytes or by pacing: try again later.
 
-    reason: one of `store.waiting.REASONS`, with its figures of this moment.
+    reason: one of `store.reasons.REASONS`, with its figures of this moment.
     """
 
     def __init__(self, message: str, reason: tuple[str, str] = ("max_bytes", "")) -> None:

@@ -22,9 +22,10 @@ from ..messages import log_fields, one_line
 from ..run import Run
 from ..run.consumer import ADVANTAGE, Consumer, Entry
 from ..run.hangs import Stopped
+from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import run_transaction, script_call
-from ..store.waiting import Blocked, Reason, Wait
+from ..store.waiting import Blocked, Wait
 from .compute import ComputedItem, compute_safely
 from .prepare import PreparedItem, check_chains, prepare_or_discard
 

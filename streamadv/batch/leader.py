@@ -19,7 +19,7 @@ from ..grouping.groups_log import LoggedGroup, Pointer, parse_groups, read_entri
 from ..prompts.spec import PREFIX, identity
 from ..run import Run
 from ..run.heartbeats import SETTLE_S, Attendance, is_over
-from ..store.waiting import Reason
+from ..store.reasons import Reason
 from .commit import commit, commit_arguments
 from .exclusion import drop, warn_of_oversize
 from .progress import NamedBatch

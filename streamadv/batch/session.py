@@ -20,7 +20,7 @@ from ..algorithms.chain.config import ChainConfig
 from ..errors import BatchLostError, SettingError
 from ..run import Run
 from ..run.run import fenced
-from ..store.waiting import Reason
+from ..store.reasons import Reason
 from .exclusion import DroppedGroups, Exclusions, dead_letter_groups, read_exclusions
 from .hold import Hold, NotHeldError, as_hold, founding_epoch, read_hold
 from .progress import Progress

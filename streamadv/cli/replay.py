@@ -12,7 +12,8 @@ from typing import Any, Final
 from .. import metrics
 from ..errors import Busy, SettingError, TrajectoryError
 from ..producer.producer import Producer
-from ..store.waiting import Blocked, Reason, Wait
+from ..store.reasons import Reason
+from ..store.waiting import Blocked, Wait
 from ..trajectory.interchange import poll, read_trajectories
 from ..trajectory.schema import Trajectory
 from . import add_process_options, connect, settings_from

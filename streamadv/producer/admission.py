@@ -21,10 +21,11 @@ from ..errors import GroupEndedError
 from ..messages import check_number, log_fields, one_line, whole_number
 from ..prompts.spec import PREFIX
 from ..run.manifest import MAX_DEADLINE_S
+from ..store.reasons import Reason
 from ..store.replies import as_count
 from ..store.retry import Outage
 from ..store.scripts import ScriptCall, script_call
-from ..store.waiting import Blocked, Reason, Wait
+from ..store.waiting import Blocked, Wait
 from ..trajectory.schema import Role
 from .announcements import Lines, Place
 from .membership import Membership

@@ -14,8 +14,9 @@ from ..errors import ManifestMismatchError, ProducerClosedError, RunEndedError, 
 from ..messages import log_fields
 from ..run.heartbeats import HEARTBEAT_S
 from ..run.manifest import RunSettings
+from ..store.reasons import Reason
 from ..store.retry import SERVER_ERRORS, server_reason
-from ..store.waiting import Blocked, Reason, Wait
+from ..store.waiting import Blocked, Wait
 from .admission import Admission, BeginCall
 from .failures import Failures
 from .membership import Membership, Weights

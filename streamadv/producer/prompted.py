@@ -11,9 +11,10 @@ from ..errors import GroupEndedError, RunEndedError
 from ..prompts.figures import by_source
 from ..prompts.prompts import Prompts
 from ..prompts.steps import Lease, describe, give_back, lease, read_ends, select, skip
+from ..store.reasons import Reason
 from ..store.replies import as_count, as_text
 from ..store.scripts import ScriptCall
-from ..store.waiting import Blocked, Reason, Wait
+from ..store.waiting import Blocked, Wait
 from .admission import BeginCall
 from .logic import ProducerLogic
 from .requests import STAGE, GroupCall, Pause, Steps

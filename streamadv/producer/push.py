@@ -12,8 +12,9 @@ from .. import doors, metrics, tracing
 from ..errors import Busy, StreamadvError, TrajectoryError
 from ..messages import check_number
 from ..store.keys import ShardKeys
+from ..store.reasons import Reason
 from ..store.scripts import ScriptCall, script_call
-from ..store.waiting import Blocked, Reason, Wait
+from ..store.waiting import Blocked, Wait
 from ..trajectory.members import STATUSES, Checked
 from ..trajectory.packet_encoding import Packet, encode_packets, ended_packets, select_members
 from ..trajectory.schema import Role, Trajectory

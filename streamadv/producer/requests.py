@@ -20,9 +20,9 @@ from .. import doors
 from ..errors import Busy, GroupEndedError, RunEndedError, SettingError, StreamadvError, TrajectoryError
 from ..store.exchange import Payloads
 from ..store.keys import ShardKeys
+from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage
 from ..store.scripts import ScriptCall, script_call
-from ..store.waiting import Reason
 from ..trajectory.packet_encoding import Packet, merge_packets
 from .extra_columns import ColumnsPush
 from .tickets import GroupSpec

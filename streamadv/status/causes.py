@@ -11,7 +11,7 @@ from ..metrics import KEPT
 from ..run import Run
 from ..run.heartbeats import HEARD_S, PRODUCER_TIMEOUT_S
 from ..run.run import by_reason
-from ..store.waiting import REASONS, Reason, pasteable
+from ..store.reasons import REASONS, Reason, pasteable
 from ..units import counted, seconds_text
 from .model import Ledger, Status
 

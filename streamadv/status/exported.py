@@ -22,8 +22,8 @@ from ..metrics.endpoints import Asked
 from ..run import find_run
 from ..run.run import DROPPED
 from ..store.connection import Connection
+from ..store.reasons import REASONS
 from ..store.retry import SERVER_ERRORS
-from ..store.waiting import REASONS
 from .activity import OLDER_THAN_S
 from .causes import reasons_of, unsaved
 from .model import Status, TrainerState

@@ -14,8 +14,9 @@ from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from ..messages import log_fields
 from ..run import Run
 from ..run.run import by_reason
+from ..store.reasons import REASONS, Reason, listed, pasteable
 from ..store.retry import RETRYABLE
-from ..store.waiting import REASONS, Blocked, Reason, listed, pasteable
+from ..store.waiting import Blocked
 from .causes import (
     BRAKES,
     LOST,

@@ -26,9 +26,10 @@ from ..forks import renewed_at_fork
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .pipelined import Pipelined
+from .reasons import Reason
 from .retry import RETRYABLE, closed_under_way, reason_of, server_reason
 from .urls import hide_password, parse_url
-from .waiting import Blocked, Reason, Wait
+from .waiting import Blocked, Wait
 
 _PING_ERRORS: Final[tuple[type[Exception], ...]] = (*RETRYABLE, redis.exceptions.ResponseError)
 

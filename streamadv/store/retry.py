@@ -14,8 +14,9 @@ import redis.exceptions
 from .. import doors, metrics
 from ..errors import NotPermittedError
 from ..messages import one_line
+from .reasons import Reason
 from .tls import causes
-from .waiting import Blocked, Reason, Wait
+from .waiting import Blocked, Wait
 
 T = TypeVar("T")
 

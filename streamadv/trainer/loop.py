@@ -23,8 +23,9 @@ from ..errors import (
 from ..messages import log_fields
 from ..status.causes import why_nothing_was_kept
 from ..status.watchdog import Limits, Watchdog, why_no_batch
+from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage, T
-from ..store.waiting import Blocked, Reason, Wait
+from ..store.waiting import Blocked, Wait
 from ..units import counted
 from .collect import STAGE, Collector
 from .late_columns import LateColumn

@@ -18,7 +18,8 @@ from ..batch.hold import find_job
 from ..errors import CheckpointError, SettingError
 from ..extras import torch
 from ..messages import one_line
-from ..store.waiting import Blocked, Reason
+from ..store.reasons import Reason
+from ..store.waiting import Blocked
 from .plan import Rank
 
 #: Seconds between two looks at what the other ranks have said.

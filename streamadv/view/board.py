@@ -12,7 +12,7 @@ from .. import clock
 from ..run import Run
 from ..status import Status, read_status
 from ..status.causes import ordinary_wait, reasons_of, unsaved
-from ..store.waiting import Reason
+from ..store.reasons import Reason
 from ..units import counted, seconds_text
 from .book import Book, batches_of
 

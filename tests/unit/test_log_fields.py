@@ -15,7 +15,8 @@ from streamadv.errors import NoBatchError
 from streamadv.grouping import housekeeping
 from streamadv.messages import log_fields
 from streamadv.store.connection import Connection
-from streamadv.store.waiting import Blocked, Reason
+from streamadv.store.reasons import Reason
+from streamadv.store.waiting import Blocked
 from streamadv.trainer.queue import TrainerQueue
 
 from ..support import (

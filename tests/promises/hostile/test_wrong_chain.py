@@ -12,7 +12,7 @@ from streamadv.run import Run
 from streamadv.status import read_status
 from streamadv.status.causes import reasons_of
 from streamadv.store.connection import Connection
-from streamadv.store.waiting import listed
+from streamadv.store.reasons import listed
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import delivered_batch, group_all, join, ledger, next_batch, problems, pushed_run, working

@@ -14,7 +14,7 @@ from streamadv.errors import ServerUnreachableError, StarvedError
 from streamadv.run import Run
 from streamadv.run.dead_letters import list_dead
 from streamadv.store.connection import Connection
-from streamadv.store.waiting import REASONS
+from streamadv.store.reasons import REASONS
 from streamadv.trainer.queue import TrainerQueue
 from tests.clusters import until
 from tests.support import (

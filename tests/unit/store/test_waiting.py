@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from streamadv import clock, metrics
 from streamadv.cli import make_parser
 from streamadv.store import waiting
+from streamadv.store.reasons import REASONS, Reason
 from streamadv.store.retry import NotNowError, Outage, server_reason
-from streamadv.store.waiting import REASONS, REPORT_S, Blocked, Reason, Wait
+from streamadv.store.waiting import REPORT_S, Blocked, Wait
 from tests.support import Forward
 
 pytestmark = pytest.mark.usefixtures("standing")
