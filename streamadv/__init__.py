@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from .producer.producer import Producer
     from .producer.tickets import Ticket
     from .program import run_program
-    from .prompts.prompts import Prompts
-    from .prompts.sources import Stream
+    from .prompts.prompts import Prompts, Stream
     from .run.manifest import RunSettings
     from .settings import redis_url
     from .status.kept import kept
@@ -51,8 +50,7 @@ _NAMES = {
     "producer.producer": "Producer",
     "producer.tickets": "Ticket",
     "program": "run_program",
-    "prompts.prompts": "Prompts",
-    "prompts.sources": "Stream",
+    "prompts.prompts": "Prompts Stream",
     "run.manifest": "RunSettings",
     "settings": "redis_url",
     "status.kept": "kept",

@@ -144,7 +144,7 @@ def lay_out(
     """
     if not names:
         return {}
-    sources = [(fetched[layout.packets[packet].key], parts) for packet, parts in layout.pieces().items()]
+    sources = [(fetched[layout.packets[packet].key], parts) for packet, parts in layout.pieces()[0].items()]
     columns = {}
     for name in names if sources else ():
         first = sources[0][0][name]

@@ -57,7 +57,7 @@ class RunPrompts:
         for prompts in self.carry():
             stored = read(self._run, prompts)
             progress.prompts[prompts.name] = {
-                "set": stored.prompts.to_text(),
+                "set": stored.prompts.text,
                 "born": stored.born,
                 "next": stored.following,
                 "left": sorted(stored.entries),
@@ -108,7 +108,7 @@ class RunPrompts:
             counters[f"{TRAINED} {source} {epoch}"] += 1
             if position >= following[source - 1]:
                 ended.append(item)
-        args = [progress.fence, prompts.name, prompts.to_text(), saved.get("born", ""), progress.branch]
+        args = [progress.fence, prompts.name, prompts.text, saved.get("born", ""), progress.branch]
         saved_in = progress.loaded_epoch if progress.loaded else progress.epoch
         is_older = progress.is_set_back and prompts.name in progress.sets_back
         args += [-1 if is_older else saved_in, saved.get("given_up", 0), int(saved.get("is_back", False))]

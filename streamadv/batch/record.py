@@ -21,7 +21,7 @@ from ..grouping.groups_log import Pointer
 from ..messages import brief, first_problem
 from ..run import Run
 from ..run.dead_letters import reject
-from ..run.ledger import ENDINGS
+from ..run.run import ENDINGS
 from ..store.keys import ENTRY_ID
 from ..trajectory.columns import KNOWN_COLUMNS
 

@@ -19,7 +19,6 @@ from ..run.packets import PACKET_FIELDS, StreamPacket, read_packet, rewards_of_w
 from ..store.retry import Outage
 from .housekeeping import Housekeeping, apply_scores, note_ended
 
-STAGE: Final = GROUPER
 LEASE_S: Final = 5.0
 #: Packets of one read, and members of one script call: some 2 ms, in which the server does nothing else.
 TAKE_COUNT: Final = 64
@@ -41,8 +40,8 @@ def run_grouper(
     name: str | None = None,
 ) -> None:
     """Group until `stop` is set. Waits while the server is away."""
-    consumer = Consumer(run, STAGE, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
-    outage = Outage(STAGE, run.name, sleep=stop.wait)
+    consumer = Consumer(run, GROUPER, lambda keys: keys.rollouts, lease_s=lease_s, stop=stop, name=name)
+    outage = Outage(GROUPER, run.name, sleep=stop.wait)
     housekeeping, is_behind = Housekeeping(run), False
     housekeeping_due = scores_due = clock.now()
     while not stop.is_set():
@@ -57,7 +56,7 @@ def run_grouper(
                 scores_due = clock.now() + SCORES_S
             entries = consumer.read(TAKE_COUNT, wait=not is_behind)
             if entries:
-                with metrics.timed(STAGE, "take"):
+                with metrics.timed(GROUPER, "take"):
                     take(run, entries)
                 consumer.done(entries)
                 if len(entries) < TAKE_COUNT:
@@ -73,7 +72,7 @@ def take(run: Run, entries: Sequence[Entry]) -> list[str]:
         try:
             packet = read_packet(run, entry.shard, entry.fields)
         except WireError as error:
-            reject(shard, shard.keys.rollouts, entry.id, str(error), entry.fields, stage=STAGE)
+            reject(shard, shard.keys.rollouts, entry.id, str(error), entry.fields, stage=GROUPER)
             continue
         if page and members + len(packet.members) > TAKE_MEMBERS:
             outcomes += _take(run, shard, page)
@@ -88,7 +87,7 @@ def _take(run: Run, shard: Shard, packets: Sequence[_Arrived]) -> list[str]:
     groups: dict[str, list[_Arrived]] = {}
     for arrived in packets:
         groups.setdefault(arrived[1].group_id, []).append(arrived)
-    args: list[Any] = [STAGE, *run.manifest.policy_args]
+    args: list[Any] = [GROUPER, *run.manifest.policy_args]
     payloads, rewards = list[str](), list[list[float]]()
     for group_id, of_group in groups.items():
         members = [member for _, packet in of_group for member in packet.members]
@@ -100,5 +99,5 @@ def _take(run: Run, shard: Shard, packets: Sequence[_Arrived]) -> list[str]:
                 payloads.append(packet.payload)
     ids = list(groups)
     taken, *ended = shard.call("take", args, group_hashes=map(shard.keys.group, ids), payloads=payloads)
-    metrics.entries(STAGE, "acked", taken)
+    metrics.entries(GROUPER, "acked", taken)
     return list(note_ended(run, since, ended, ids, rewards).values())

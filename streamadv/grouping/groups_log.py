@@ -7,10 +7,10 @@ groups of a batch here again, by their pointers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
@@ -24,8 +24,6 @@ from ..trajectory.columns import COLUMN_NAME
 from ..trajectory.member_table import cut_tables, read_tables
 from ..trajectory.members import NO_MEMBERS, Members, Named, Positions, offsets
 from ..trajectory.packet import StoredPacket
-
-G = TypeVar("G")
 
 #: Characters of the head of a group: its numbers, and the data source.
 MAX_HEAD: Final = 100 + MAX_TEXT
@@ -158,8 +156,7 @@ def parse_groups(keys: RunKeys, entries: Sequence[RawEntry]) -> list[LoggedGroup
     prefixes = {shard: keys.shards[shard].payload("") for shard in {entry[0] for entry in entries}}
     parsed = [_parse_entry(keys, prefixes[entry[0]], *entry) for entry in entries]
     readable = [(group, stored) for group, stored in parsed if stored is not None]
-    for group, problem in read_in_halves(readable, _fill_in):
-        group.problem = problem
+    read_in_halves(readable, _fill_in)
     return [group for group, _ in parsed]
 
 
@@ -225,10 +222,10 @@ def payload_lines(text: str, prefix: str) -> tuple[list[PacketLine], list[Stored
 
 
 def read_in_halves(
-    groups: Sequence[tuple[G, StoredMembers]],
-    fill_in: Callable[[Sequence[tuple[G, StoredMembers]], Members, list[StoredPacket]], None],
-) -> Iterator[tuple[G, str]]:
-    """Read the members of groups, all of them together; in halves, if one of them has a problem. Yields those that do.
+    groups: Sequence[tuple[Any, StoredMembers]],
+    fill_in: Callable[[Sequence[tuple[Any, StoredMembers]], Members, list[StoredPacket]], None],
+) -> None:
+    """Read the members of groups, all of them together; in halves, if one of them has a problem: that gets its text.
 
     fill_in: takes groups, all members of their packets, also those that do not count, and the packets. It may raise
     WireError and ValueError for what no producer has pushed; some of the groups may have their members then.
@@ -255,11 +252,11 @@ def read_in_halves(
         fill_in(groups, tables.members, packets)
     except (WireError, ValueError) as error:
         if len(groups) == 1:
-            yield groups[0][0], first_problem(error) if isinstance(error, ValueError) else str(error)
+            groups[0][0].problem = first_problem(error) if isinstance(error, ValueError) else str(error)
             return
         middle = len(groups) // 2
-        yield from read_in_halves(groups[:middle], fill_in)
-        yield from read_in_halves(groups[middle:], fill_in)
+        read_in_halves(groups[:middle], fill_in)
+        read_in_halves(groups[middle:], fill_in)
 
 
 def _fill_in(

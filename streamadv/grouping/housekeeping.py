@@ -69,7 +69,13 @@ class Housekeeping:
         run, until = self._run, clock.now() + HOUSEKEEPING_SLICE_S
         run.refresh()
         self.look_for_lost()
-        self._warn_of_short_groups()
+        now, counters = clock.now(), run.counters()
+        self._counters = self._counters or counters
+        lately = loss_of(counters - self._counters)
+        if lately.ended >= (MIN_GROUPS if now - self._judged >= JUDGE_AFTER_S else WINDOW):
+            if lately.is_much:
+                logger.warning("%s", lately, extra=log_fields("groups_short", run=run.name, role=GROUPER))
+            self._judged, self._counters = now, counters
         done, memory = True, run.connection.memory()
         for shard in run.shards:
             more_kept = trim_kept(shard, run.manifest, memory)  # before any group ends
@@ -127,18 +133,6 @@ class Housekeeping:
                     logger.warning(text, as_text(match[1]), count, extra=fields)
         return abandoned
 
-    def _warn_of_short_groups(self) -> None:
-        """Log a warning if many groups ended short since the last judgement."""
-        now, counters = clock.now(), self._run.counters()
-        self._counters = self._counters or counters
-        lately = loss_of(counters - self._counters)
-        long_ago = now - self._judged >= JUDGE_AFTER_S
-        if lately.ended < (MIN_GROUPS if long_ago else WINDOW):
-            return
-        if lately.is_much:
-            logger.warning("%s", lately, extra=log_fields("groups_short", run=self._run.name, role=GROUPER))
-        self._judged, self._counters = now, counters
-
     def _expire(self, shard: Shard, until: float) -> bool:
         """End groups past their deadline, page by page; True when there may be more of them."""
         ended = page = expire(self._run, shard)
@@ -158,8 +152,13 @@ class Housekeeping:
 
 def apply_scores(run: Run, shard: Shard) -> None:
     """Fill in rewards that `producer.score` brought for members taken before, and end the groups that they complete."""
-    while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, _is_scored, "no slot of a group"):
-        ids, since = [item.partition(b" ")[2].decode() for item in items], tracing.now()
+
+    def is_scored(item: str) -> bool:
+        index, _, group_id = item.partition(" ")
+        return _INDEX.fullmatch(index) is not None and GROUP_ID.fullmatch(group_id) is not None
+
+    while items := _checked_items(shard, shard.keys.scored, SCORES_COUNT, is_scored, "no slot of a group"):
+        ids, since = [item.partition(" ")[2] for item in items], tracing.now()
         group_hashes = map(shard.keys.group, ids)
         ended = shard.call("apply_scores", [*run.manifest.policy_args, *items], group_hashes=group_hashes)
         note_ended(run, since, ended)
@@ -168,11 +167,24 @@ def apply_scores(run: Run, shard: Shard) -> None:
 def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
     """End groups past their deadline, a page at most; their ids and outcomes.
 
-    Several groupers may try, the script decides.
+    Several groupers may try, the script decides. A deadline that is too far is one that foreign processes have written.
+    While the set has more members than the ledger counts, also a page of any is looked at: those without a group count
+    in pacing, so they must not stay until their deadline.
     """
     now_ms: int = shard.call("tick")
+    open_key, farthest = shard.keys.open, now_ms + round(2 * MAX_DEADLINE_S * 1000)
+    pipe = shard.connection.scripts.pipeline(transaction=False)  # MULTI is refused above maxmemory
+    pipe.zrangebyscore(open_key, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
+    pipe.zrangebyscore(open_key, f"({farthest}", "+inf", start=0, num=EXPIRE_COUNT)
+    pipe.zcard(open_key)
+    pipe.hget(shard.keys.ledger, "groups_open")
+    due, beyond, members, groups_open = pipe.execute()
+    page: Any = []
+    if members > as_count(groups_open):
+        start = random.randrange(max(1, members - EXPIRE_COUNT + 1))
+        page = shard.connection.scripts.zrange(open_key, start, start + EXPIRE_COUNT - 1)
     ids = []
-    for member in dict.fromkeys(_due(shard, now_ms)):
+    for member in dict.fromkeys([*due, *beyond, *page]):
         if GROUP_ID.fullmatch(group_id := _text(member)):
             ids.append(group_id)
         else:
@@ -185,26 +197,6 @@ def expire(run: Run, shard: Shard) -> list[tuple[str, str]]:
         ended += note_ended(run, since, flat).items()
         ids = ids[looked_at:]
     return ended
-
-
-def _due(shard: Shard, now_ms: int) -> list[bytes]:
-    """Members of the open set whose deadline has passed, or is so far that foreign processes have written it.
-
-    While the set has more members than the ledger counts, also a page of any: those without a group count in pacing, so
-    they must not stay until their deadline.
-    """
-    open_key, farthest = shard.keys.open, now_ms + round(2 * MAX_DEADLINE_S * 1000)
-    pipe = shard.connection.scripts.pipeline(transaction=False)  # MULTI is refused above maxmemory
-    pipe.zrangebyscore(open_key, "-inf", now_ms, start=0, num=EXPIRE_COUNT)
-    pipe.zrangebyscore(open_key, f"({farthest}", "+inf", start=0, num=EXPIRE_COUNT)
-    pipe.zcard(open_key)
-    pipe.hget(shard.keys.ledger, "groups_open")
-    due, beyond, members, groups_open = pipe.execute()
-    page: Any = []
-    if members > as_count(groups_open):
-        start = random.randrange(max(1, members - EXPIRE_COUNT + 1))
-        page = shard.connection.scripts.zrange(open_key, start, start + EXPIRE_COUNT - 1)
-    return [*due, *beyond, *page]
 
 
 def pass_on_ended(run: Run, shard: Shard) -> int:
@@ -231,13 +223,16 @@ def sweep(shard: Shard) -> int:
 
     0: nothing is left, or another grouper is at it.
     """
-    garbage = shard.keys.garbage
-    items = _checked_items(shard, garbage, SWEEP_COUNT, _is_garbage, "no payload and its bytes")
-    if not items:
-        return 0
-    payloads = [item.rpartition(b" ")[0].decode() for item in items]
-    swept: int = shard.call("sweep", items, payloads=payloads)
-    return swept
+
+    def is_garbage(item: str) -> bool:
+        key, _, size = item.rpartition(" ")
+        is_size = re.fullmatch("[0-9]{1,10}", size) is not None and int(size) <= MAX_BYTES
+        return is_size and is_payload_key(shard.keys, key)
+
+    problem = "no payload and its bytes"
+    items = _checked_items(shard, shard.keys.garbage, SWEEP_COUNT, is_garbage, problem)
+    payloads = [item.rpartition(" ")[0] for item in items]
+    return shard.call("sweep", items, payloads=payloads) if items else 0
 
 
 def note_ended(
@@ -275,31 +270,20 @@ def note_ended(
 
 
 def _checked_items(
-    shard: Shard, key: str, count: int, is_item: Callable[[Shard, bytes], bool], problem: str
-) -> list[bytes]:
+    shard: Shard, key: str, count: int, is_item: Callable[[str], bool], problem: str
+) -> list[str]:
     """The first items of a list, up to `count`. Those that `is_item` refuses are removed as malformed.
 
     [] also while there are more of these than one call removes.
     """
     for _ in range(FOREIGN_PAGES):
         items: Any = shard.connection.scripts.lrange(key, 0, count - 1)
-        foreign = [item for item in items if not is_item(shard, item)]
+        foreign = [item for item in items if not is_item(_text(item))]
         if not foreign:
-            return list(items)
+            return list(map(_text, items))
         for item in foreign:
             reject(shard, key, item, problem)
     return []
-
-
-def _is_scored(shard: Shard, item: bytes) -> bool:
-    index, _, group_id = _text(item).partition(" ")
-    return _INDEX.fullmatch(index) is not None and GROUP_ID.fullmatch(group_id) is not None
-
-
-def _is_garbage(shard: Shard, item: bytes) -> bool:
-    key, _, size = item.rpartition(b" ")
-    is_size = size.isdigit() and len(size) <= 10 and int(size) <= MAX_BYTES
-    return is_size and is_payload_key(shard.keys, _text(key))
 
 
 def _text(item: bytes) -> str:

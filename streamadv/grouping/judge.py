@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
+import json
+import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import sqlite3
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from .. import clock
-from ..errors import JudgeAwayError
-from ..messages import check_number, one_line, whole_number
-from .remembered import Remembered, content_of
+from ..errors import JudgeAwayError, SettingError
+from ..messages import brief, check_number, log_fields, one_line, whole_number
 from .scores import Score
 from .scoring_streams import UnscoredTrajectory
+
+logger = logging.getLogger(__name__)
 
 #: Answers after which the same request may succeed: too many requests, or nobody there to answer.
 AWAY_CODES: Final = frozenset((425, 429, 502, 503, 504, 529))
@@ -111,7 +118,15 @@ class Judge:
         async with session.slots:
             if session.away is not None:
                 raise JudgeAwayError(str(session.away), session.away.wait_s)
-            await self._turn(session.began)
+            now = clock.now()
+            at = max(now, self._next_at)
+            if at - session.began > BEGUN_WITHIN_S:
+                raise JudgeAwayError(
+                    "it is asked for more than it answers in a minute: start more of it, or raise its limits"
+                )
+            self._next_at = at + self._interval_s
+            if at > now:
+                await asyncio.sleep(at - now)
             began = clock.now()
             try:
                 score = await self._answer(session, trajectories)
@@ -129,24 +144,17 @@ class Judge:
     async def _answer(self, session: _Session, trajectories: Sequence[UnscoredTrajectory]) -> Any:
         async with asyncio.timeout(self._answer_s) as limit:
             try:
-                return await self._function(*await self._client_of(session), *trajectories)
+                if self._client is None:
+                    return await self._function(*trajectories)
+                async with session.opening:  # what opens a client asks the judge, too
+                    if session.client is None:
+                        session.client = await session.stack.enter_async_context(self._client())
+                return await self._function(session.client, *trajectories)
             except asyncio.CancelledError:
                 if limit.expired():
                     text = f"no answer within {self._answer_s:g} s: raise answer_s and the scorer's timeout_s"
                     raise TimeoutError(text) from None
                 raise
-
-    async def _turn(self, session_began: float) -> None:
-        """Wait until the next request may begin. Raises JudgeAwayError if that is too late for its call."""
-        now = clock.now()
-        at = max(now, self._next_at)
-        if at - session_began > BEGUN_WITHIN_S:
-            raise JudgeAwayError(
-                "it is asked for more than it answers in a minute: start more of it, or raise its limits"
-            )
-        self._next_at = at + self._interval_s
-        if at > now:
-            await asyncio.sleep(at - now)
 
     def _is_away(self, error: Exception, began: float) -> bool:
         names = {each.__name__ for each in type(error).__mro__}
@@ -156,15 +164,6 @@ class Judge:
             return error.errno in AWAY_ERRNOS
         is_away = isinstance(error, ConnectionError | socket.gaierror) or bool(names & AWAY_NAMES)
         return is_away or _code_of(error) in AWAY_CODES
-
-    async def _client_of(self, session: _Session) -> tuple[Any, ...]:
-        """The client of a session, if the function wants one: what opens it asks the judge, too."""
-        if self._client is None:
-            return ()
-        async with session.opening:
-            if session.client is None:
-                session.client = await session.stack.enter_async_context(self._client())
-        return (session.client,)
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[_Session]:
@@ -214,3 +213,92 @@ def _wait_s(error: Exception) -> float:
         return min(max(0.0, float(headers.get("retry-after", 0))), LONGEST_WAIT_S)
     except (AttributeError, TypeError, ValueError):
         return 0.0
+
+
+# Scores by the content that they were given for: in memory, and in a file that survives the process
+
+
+class Remembered:
+    """The newest scores of this process; with a file, all of them, for all processes that open it."""
+
+    def __init__(self, file: str | None, count: int) -> None:
+        self._count, self._scores = whole_number("remember", count), OrderedDict[str, Any]()
+        self._lock = threading.Lock()  # calls of a scorer may run in different threads
+        self._file: sqlite3.Connection | None = None
+        if file is not None:
+            try:
+                self._file = sqlite3.connect(
+                    file, timeout=60.0, isolation_level=None, check_same_thread=False
+                )
+                self._file.execute("PRAGMA journal_mode=WAL")
+                self._file.execute("PRAGMA synchronous=NORMAL")
+                self._file.execute("CREATE TABLE IF NOT EXISTS scores (key TEXT PRIMARY KEY, score TEXT)")
+            except sqlite3.Error as error:
+                raise SettingError(
+                    f"cache is {brief(file)}, no file of scores: {error}; name another"
+                ) from None
+
+    def get(self, key: str) -> tuple[bool, Any]:
+        """Whether there is one, and the score."""
+        with self._lock:
+            if key in self._scores:
+                self._scores.move_to_end(key)
+                return True, self._scores[key]
+            row = self._in_file("SELECT score FROM scores WHERE key = ?", key)
+            return (False, None) if row is None else (True, self._keep(key, json.loads(row[0])))
+
+    def put(self, key: str, score: Any) -> None:
+        """Remember a score: a number, None, or named components. Others are not remembered."""
+        try:
+            text = json.dumps(score, default=float, allow_nan=False)
+        except (TypeError, ValueError):
+            return  # the scorer says what is wrong with it
+        plain = json.loads(text)
+        if isinstance(plain, str | list) or (isinstance(score, Mapping) and plain.keys() != score.keys()):
+            return
+        with self._lock:
+            self._keep(key, plain)
+            self._in_file("INSERT OR REPLACE INTO scores VALUES (?, ?)", key, text)
+
+    def _in_file(self, statement: str, key: str, *score: str) -> Any:
+        """The first row of the answer. A file that fails costs no score: from then on this process does without."""
+        if self._file is None:
+            return None
+        short = hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
+        try:
+            return self._file.execute(statement, (short, *score)).fetchone()
+        except sqlite3.Error as error:
+            self._file = None
+            text = "the judge's cache fails (%s): scores are remembered by this process alone"
+            logger.warning(text, error, extra=log_fields("cache_failed", role="scorer"))
+            return None
+
+    def _keep(self, key: str, score: Any) -> Any:
+        self._scores[key] = score
+        while len(self._scores) > self._count:
+            self._scores.popitem(last=False)
+        return score
+
+
+def content_of(trajectories: Sequence[UnscoredTrajectory]) -> str:
+    """A digest of what was pushed but for columns of floats, which differ where tokens are the same."""
+    digest = hashlib.blake2b(digest_size=20)
+    for each in trajectories:
+        parts: list[Any] = [
+            each.status,
+            each.data_source,
+            each.metadata,
+            list(each.row_lengths),
+            list(each.agents),
+        ]
+        digest.update(json.dumps(parts, sort_keys=True, default=_plain).encode())
+        for name in sorted(each.columns):
+            column = each.columns[name]
+            if column.dtype.kind != "f":
+                digest.update(f"{name} {column.dtype.str} {column.shape} ".encode())
+                digest.update(column.tobytes())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else list(value)

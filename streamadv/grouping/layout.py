@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,43 +61,30 @@ class Layout:
         positions = np.asarray(positions, np.int64)
         if len(positions) == len(self) and (np.diff(positions) == 1).all():
             return self
-        return Layout(
-            self.groups,
-            self.members.select(positions),
-            self.group[positions],
-            self.packets,
-            self.packet[positions],
-            self.position[positions],
+        return replace(
+            self,
+            members=self.members.select(positions),
+            group=self.group[positions],
+            packet=self.packet[positions],
+            position=self.position[positions],
         )
 
     def identity(self, member: int) -> tuple[str, int]:
         """(group_id, rollout_index) of the member at this position."""
         return self.groups[self.group[member]].group_id, int(self.members.table["index"][member])
 
-    def pieces(self) -> dict[int, list[Piece]]:
+    def pieces(self) -> tuple[dict[int, list[Piece]], list[int]]:
         """How a column is put together from those of its packets: pieces by position of the packet.
 
-        All columns per token have the same pieces. A packet none of whose members is in the layout is not there.
+        All columns per token have the same pieces. A packet none of whose members is in the layout is not there. Also
+        the tokens of each of `packets`, those of its other members among them.
         """
-        lengths, first_member = self._of_packets
-        entry, first = offsets(lengths), first_member[self.packet]
-        source = entry[first + self.position] - entry[first]
-        return pieces(self.packet, source, self.members.table["tokens"])
-
-    @property
-    def packet_tokens(self) -> list[int]:
-        """Tokens of each of `packets`, those of its other members among them."""
-        lengths, first_member = self._of_packets
-        tokens: list[int] = np.diff(offsets(lengths)[first_member]).tolist()
-        return tokens
-
-    @cached_property
-    def _of_packets(self) -> tuple[Array, Positions]:
-        """Tokens of each member of all packets, and which of them is each packet's first."""
         tables = [packet.members.table for packet in self.packets]
-        return join_records(tables, MEMBER)["tokens"], offsets(
-            np.array([len(table) for table in tables], np.int64)
-        )
+        first_member = offsets(np.array([len(table) for table in tables], np.int64))
+        entry, first = offsets(join_records(tables, MEMBER)["tokens"]), first_member[self.packet]
+        source = entry[first + self.position] - entry[first]
+        found = pieces(self.packet, source, self.members.table["tokens"])
+        return found, np.diff(entry[first_member]).tolist()
 
 
 def pieces(origin: Positions, source: Positions, lengths: Positions) -> dict[int, list[Piece]]:

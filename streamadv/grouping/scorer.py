@@ -7,7 +7,7 @@ processes for it.
 A function may raise for a trajectory, return no valid score, not return, or end its process (`scores.py`). Then each
 suspect trajectory is tried alone (`Tries`): side by side if the function is a coroutine function and no process
 has ended. After its last try a trajectory is unscorable. While the function says that its judge is away, trajectories
-wait (`away.py`). A function may be asked for whole groups (`whole_groups.py`).
+wait (`away.py`). A function may be asked for whole groups (`WholeGroups`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .scoring_streams import (
     UnscoredTrajectory,
     WaitingMember,
     WaitingPacket,
+    WholeGroups,
     are_open,
     packets_of,
     pass_on,
 )
-from .whole_groups import WholeGroups
 
 __all__ = ["Score", "ScoreFunction", "Scorer"]
 
@@ -229,20 +229,10 @@ class Scorer:
         return left
 
     def _unscored(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingMember]:
-        """The trajectories to be scored. All other packets are handed off, removed as malformed, or held back."""
-        waiting = self._waiting(consumer, entries)
-        stored = [packet.stored for packet in waiting]
-        fetched = list(fetch_columns(self._run, stored, self._columns, header=True)) if stored else []
-        items = [
-            item for pair in zip(waiting, fetched, strict=True) for item in self._members_of(consumer, *pair)
-        ]
-        if entries and self._whole is None:
-            # Other processes score too: as many packets the next time as have the members of one micro-batch.
-            self._read_count = max(1, self._batch_size * len(entries) // max(len(items), len(entries)))
-        return items
+        """The trajectories to be scored, of open groups, or of whole ones.
 
-    def _waiting(self, consumer: Consumer, entries: Sequence[Entry]) -> list[WaitingPacket]:
-        """The packets to be scored now: of open groups, or of whole ones."""
+        All other packets are handed off, removed as malformed, or held back.
+        """
         packets = packets_of(self._run, self._name, entries)
         genuine = {packet.entry.id for packet in packets}
         consumer.done([entry for entry in entries if entry.id not in genuine])
@@ -256,7 +246,15 @@ class Scorer:
             consumer.done(gone)
         for start in range(0, len(ended), PAGE):  # a score no longer counts
             self._pass_on(consumer, ended[start : start + PAGE])
-        return waiting
+        stored = [packet.stored for packet in waiting]
+        fetched = list(fetch_columns(self._run, stored, self._columns, header=True)) if stored else []
+        items = [
+            item for pair in zip(waiting, fetched, strict=True) for item in self._members_of(consumer, *pair)
+        ]
+        if entries and self._whole is None:
+            # Other processes score too: as many packets the next time as have the members of one micro-batch.
+            self._read_count = max(1, self._batch_size * len(entries) // max(len(items), len(entries)))
+        return items
 
     def _members_of(
         self, consumer: Consumer, packet: WaitingPacket, fetched: FetchedPacket
@@ -325,21 +323,18 @@ class Scorer:
             logger.warning(text, self._name, len(call.items), answer, extra=fields)
         if self._whole is not None and failed:
             first = away or next(iter(failed.values()))
-            if self._is_tried_again(call, first):
+            if first.kind == AWAY or call.tries < self._max_tries:
                 return [self._later(call, call.items, first)]
         left: list[Call] = []
         for number, item in enumerate(call.items):
             if number in scored:
                 item.packet.verdicts[item.position] = scored[number]
                 self._tries.forget(item)
-            elif self._is_tried_again(call, failed[number]):
+            elif failed[number].kind == AWAY or call.tries < self._max_tries:
                 left.append(self._later(call, [item], failed[number]))
             else:
                 self._give_up(item, failed[number])
         return left
-
-    def _is_tried_again(self, call: Call, error: ScoreError) -> bool:
-        return error.kind == AWAY or call.tries < self._max_tries
 
     def _later(self, call: Call, items: Sequence[WaitingMember], error: ScoreError) -> Call:
         """The same call for `items`, after a pause. While the judge is away no try is counted."""

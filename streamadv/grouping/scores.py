@@ -145,24 +145,21 @@ def rewards_of(score: Any, name: str, trajectory: UnscoredTrajectory) -> dict[st
     if isinstance(score, BaseException):
         raise failure(score)
     try:
-        return _checked(dict(score) if isinstance(score, Mapping) else {name: score}, trajectory)
+        components: dict[Any, Any] = dict(score) if isinstance(score, Mapping) else {name: score}
+        for component in components:
+            is_name = isinstance(component, str) and is_plain(str(component))
+            if not is_name or len(component) > MAX_SHORT_TEXT:
+                text = f"it named a component {brief(component)}, needs at most {MAX_SHORT_TEXT} characters"
+                raise ScoreError("value", text)
+        if len({*components, *trajectory.rewards}) > MAX_REWARDS:
+            text = f"it gave more named rewards than the {MAX_REWARDS} a trajectory may have"
+            raise ScoreError("value", text)
+        rewards = {component: _number(component, value) for component, value in components.items()}
+        if not math.isfinite(sum(rewards.values(), trajectory.reward or 0.0)):
+            raise ScoreError("value", "the sum of its rewards and those before it is not finite")
+        return rewards
     except Exception as error:  # a score may be an object of the user's
         raise error if isinstance(error, ScoreError) else failure(error) from None
-
-
-def _checked(components: Mapping[Any, Any], trajectory: UnscoredTrajectory) -> dict[str, float]:
-    for component in components:
-        is_name = isinstance(component, str) and is_plain(str(component))
-        if not is_name or len(component) > MAX_SHORT_TEXT:
-            raise ScoreError(
-                "value", f"it named a component {brief(component)}, needs at most {MAX_SHORT_TEXT} characters"
-            )
-    if len({*components, *trajectory.rewards}) > MAX_REWARDS:
-        raise ScoreError("value", f"it gave more named rewards than the {MAX_REWARDS} a trajectory may have")
-    rewards = {component: _number(component, value) for component, value in components.items()}
-    if not math.isfinite(sum(rewards.values(), trajectory.reward or 0.0)):
-        raise ScoreError("value", "the sum of its rewards and those before it is not finite")
-    return rewards
 
 
 def _number(component: str, value: Any) -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,7 @@ from ..run import Run, Shard
 from ..run.consumer import Entry, entries_of
 from ..run.dead_letters import reject
 from ..run.packets import PACKET_FIELDS, USABLE, MemberLine, read_packet
+from ..store.replies import as_text
 from ..trajectory.columns import Array
 from ..trajectory.member_table import read_table
 from ..trajectory.members import Reference, StepSpan
@@ -207,22 +209,17 @@ def packets_of(run: Run, scorer: str, entries: Iterable[Entry]) -> list[WaitingP
     packets = []
     for entry in entries:
         try:
-            packets.append(_packet_of(run, entry))
+            packet, fields = read_packet(run, entry.shard, entry.fields), entry.fields
+            size = int(fields[b"bytes"])
+            members, columns = read_table(fields[b"table"], size)
+            if members.table["index"].tolist() != [line.rollout_index for line in packet.members]:
+                raise WireError("member table: its members are not those of the packet")
+            stored = StoredPacket(packet.payload, size, int(fields[b"epoch"]), columns, members)
+            packets.append(WaitingPacket(entry, packet.group_id, packet.members, stored))
         except WireError as error:
             shard = run.shards[entry.shard]
             reject(shard, shard.keys.scoring(scorer), entry.id, str(error), entry.fields, stage=scorer)
     return packets
-
-
-def _packet_of(run: Run, entry: Entry) -> WaitingPacket:
-    """Raises WireError for what is no packet, or has a member table that is not the one of its members."""
-    packet, fields = read_packet(run, entry.shard, entry.fields), entry.fields
-    size = int(fields[b"bytes"])
-    members, columns = read_table(fields[b"table"], size)
-    if members.table["index"].tolist() != [line.rollout_index for line in packet.members]:
-        raise WireError("member table: its members are not those of the packet")
-    stored = StoredPacket(packet.payload, size, int(fields[b"epoch"]), columns, members)
-    return WaitingPacket(entry, packet.group_id, packet.members, stored)
 
 
 def are_open(run: Run, packets: Sequence[Entry]) -> list[bool]:
@@ -231,3 +228,89 @@ def are_open(run: Run, packets: Sequence[Entry]) -> list[bool]:
     for packet in packets:
         pipe.exists(run.shards[packet.shard].keys.group(packet.fields[b"group_id"].decode()))
     return list(map(bool, pipe.execute() if packets else ()))
+
+
+# Packets of a scorer that is asked for whole groups: they wait until all rollouts of their group are there. A group is
+# whole when no slot is free, and each member that was pushed and is not grouped yet stands in the scorer's stream.
+# Several processes may hold packets of one group: the holder of its oldest entry scores all of them, the others wait
+# until theirs are gone from the stream. Nothing of this is stored: what a dead process held is taken over.
+
+FREE: Final = b"."
+ON_ITS_WAY: Final = b"p"
+
+Group = tuple[int, str]
+"""Index of the shard, and the group's id."""
+
+
+class WholeGroups:
+    """What one process of a scorer holds back."""
+
+    def __init__(self, run: Run, scorer: str) -> None:
+        self._run, self._scorer = run, scorer
+        self._held: dict[Group, dict[str, WaitingPacket]] = defaultdict(dict)
+
+    def hold(self, packets: Iterable[WaitingPacket]) -> None:
+        """Until their groups are whole, or have ended."""
+        for packet in packets:
+            self._held[packet.entry.shard, packet.group_id][packet.entry.id] = packet
+
+    def clear(self) -> None:
+        """All are read again."""
+        self._held.clear()
+
+    def take(self, most: int) -> tuple[list[WaitingPacket], list[WaitingPacket], list[Entry]]:
+        """What need not be held any longer.
+
+        All packets of groups that this process scores, of `most` members together, one group at least; packets of
+        groups that have ended; entries that another process has handed on.
+        """
+        taken, ended, gone = list[WaitingPacket](), list[WaitingPacket](), list[Entry]()
+        whole, members = dict[Group, int](), 0
+        pipe = self._run.connection.scripts.pipeline(transaction=False)
+        for index, group_id in self._held:
+            pipe.hget(self._run.shards[index].keys.group(group_id), "slots")
+        slot_maps = pipe.execute() if self._held else []
+        for group, slots in zip(list(self._held), slot_maps, strict=True):  # None of a group that has ended
+            if slots is None:
+                ended.extend(self._held.pop(group).values())
+            elif slots and FREE not in slots:
+                whole[group] = slots.count(ON_ITS_WAY)
+        for group, packets in self._scored_here(whole, gone):
+            if members >= most:
+                break
+            members += sum(len(packet.lines) for packet in packets)
+            taken += packets
+            self._held.pop(group)
+        return taken, ended, gone
+
+    def _scored_here(
+        self, whole: Mapping[Group, int], gone: list[Entry]
+    ) -> Iterator[tuple[Group, list[WaitingPacket]]]:
+        """Of groups with so many members on their way: those that this process scores, with all their packets."""
+        shared = dict[Group, int]()
+        for group, count in whole.items():
+            packets = list(self._held[group].values())
+            if sum(len(packet.lines) for packet in packets) >= count:
+                yield group, packets
+            else:
+                shared[group] = count
+        # The packets of these that some process holds, in the order of their entries.
+        found = {group: dict[str, WaitingPacket]() for group in shared}
+        for index in {index for index, _ in shared}:
+            shard = self._run.shards[index]
+            pending: Any = shard.connection.scripts.xpending(shard.keys.scoring(self._scorer), self._scorer)
+            if pending["min"] is None:
+                continue
+            entries = waiting_entries(shard, self._scorer, pending["min"], pending["max"])
+            of_groups = (
+                entry for entry in entries if (index, as_text(entry.fields.get(b"group_id", b""))) in found
+            )
+            for packet in packets_of(self._run, self._scorer, of_groups):
+                found[index, packet.group_id][packet.entry.id] = packet
+        for group, count in shared.items():
+            held, there = self._held[group], found[group]
+            gone += [held.pop(entry_id).entry for entry_id in held.keys() - there.keys()]
+            if not held:
+                self._held.pop(group)
+            elif sum(len(each.lines) for each in there.values()) >= count and next(iter(there)) in held:
+                yield group, [held.get(entry_id, each) for entry_id, each in there.items()]

@@ -11,10 +11,10 @@ from .. import doors, metrics
 from ..errors import ManifestMismatchError, ProducerClosedError, SettingError, TrajectoryError
 from ..messages import brief, log_fields
 from ..run.heartbeats import LOOPS_OVER
-from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest, register_call
+from ..run.manifest import Manifest, RunSettings, given_settings, manifest_call, parse_manifest
 from ..run.packets import GROUP_ID
 from ..run.run import byte_budget
-from ..store.keys import ShardKeys
+from ..store.keys import EntryKeys, ShardKeys
 from ..store.replies import as_count, as_int
 from ..store.scripts import script_call
 from ..trajectory.schema import Role
@@ -115,7 +115,7 @@ class Membership:
         memory = yield Memory()
         byte_budget(self.settings.max_bytes, memory)  # before other processes read it
         yield from self.agree()
-        yield register_call(self.run)
+        yield script_call("register", EntryKeys(self.run), [self.run])
         self._set_budget(memory)
 
     def agree(self, columns: Mapping[str, str] | None = None) -> Steps[Manifest]:
@@ -132,7 +132,7 @@ class Membership:
             self._mismatch = None if before is None else error
             raise
         if reply[0] and before is not None:
-            yield register_call(self.run)
+            yield script_call("register", EntryKeys(self.run), [self.run])
         return self._manifest
 
     def confirm_layout(self) -> Steps[None]:

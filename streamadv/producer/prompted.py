@@ -10,7 +10,7 @@ from .. import doors, metrics
 from ..errors import GroupEndedError, RunEndedError
 from ..prompts.figures import by_source
 from ..prompts.prompts import Prompts
-from ..prompts.steps import Lease, describe, give_back, lease, note_ended, read_ends, select, skip
+from ..prompts.steps import Lease, describe, give_back, lease, read_ends, select, skip
 from ..store.reasons import Reason
 from ..store.replies import as_count, as_text
 from ..store.scripts import ScriptCall
@@ -97,7 +97,7 @@ class PromptedGroups:
                 call = BeginCall()
                 [ticket] = yield from self._logic.admission.begin(spec, self._request.timeout, call)
             except GroupEndedError:  # somebody has played it: its end is under way
-                yield note_ended(self._home, self._prompts.set.name, [leased])
+                yield give_back(self._home, self._prompts.set.name, [leased], what="ended")
                 self._forget([leased])
                 continue
             except RunEndedError:

@@ -3,8 +3,8 @@
 The prompts stay with the producers. The run holds, for each name, what `lua/prompts/` keeps in the home shard. In
 reading order:
 
-- `spec.py`: what all producers agree on, the ids of the groups, and the order in an epoch. `sources.py`, `prompts.py`:
-  the data set that a user gives. `figures.py`: what the last groups have shown.
+- `spec.py`: what all producers agree on, the ids of the groups, and the order in an epoch. `prompts.py`: the data
+  set that a user gives. `figures.py`: what the last groups have shown.
 - `steps.py`: lease a prompt, give it back, tell how its group has ended: calls of scripts.
 - `stored.py`: what a run has of its prompts, as rank 0, groupers and observers read and change it; ends, carried home.
 
@@ -15,7 +15,6 @@ group, once (`spec.identity`).
 """
 
 from .figures import TriesSeen
-from .prompts import Prompts
-from .sources import Stream
+from .prompts import Prompts, Stream
 
 __all__ = ["Prompts", "Stream", "TriesSeen"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from ..errors import SettingError
+from ..errors import SettingError, StreamadvError
+from ..forks import renewed_at_fork
 from ..messages import brief, whole_number
 from .figures import TriesSeen
-from .sources import Source, Stream, source_of
 from .spec import PromptSet, plain
 
 #: Prompts of a source that its fingerprint looks at, spread over it.
@@ -75,7 +78,14 @@ class Prompts:
         shares: dict[str, float] = dict(lengths)
         if weights is not None:
             shares = {key: plain(share) for key, share in sorted(weights.items())}
-        when = "" if select is None else _period(name, select, select_every, sum(lengths.values()))
+        when = ""  # weights are selected anew
+        if select is not None:
+            if not callable(select):
+                raise SettingError(
+                    f"prompts {name}: select is {brief(select)}, needs a function of statistics by source"
+                )
+            every = whole_number(f"prompts {name}: select_every", select_every, 1, or_none=True)
+            when = f"begun {sum(lengths.values())}" if every is None else f"version {every}"
         self._select = select
         options = (skip_solved, plain(best_reward), when)
         self.set = PromptSet(name, lengths, epochs, shuffle, shares, retries, "", *options).checked()
@@ -108,22 +118,13 @@ class Prompts:
         return weights
 
 
-def _period(name: str, select: Any, every: int | None, prompts: int) -> str:
-    """When weights are selected, as the run has it."""
-    if not callable(select):
-        raise SettingError(
-            f"prompts {name}: select is {brief(select)}, needs a function of statistics by source"
-        )
-    if every is None:
-        return f"begun {prompts}"
-    return f"version {whole_number(f'prompts {name}: select_every', every, 1, or_none=True)}"
-
-
 def _fingerprint(sources: Mapping[str, Source]) -> str:
     """Of 64 prompts of each source at most: other data under the same lengths differ here."""
     digest = hashlib.blake2b(digest_size=8)
     for name, source in sources.items():
-        for number in _sampled(source):
+        length = len(source)
+        sampled = sorted({place * (length - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)})
+        for number in range(min(length, SAMPLED)) if isinstance(source, Stream) else sampled:
             digest.update(f"{name} {number} {_text_of(source[number])}\n".encode(errors="replace"))
     return digest.hexdigest()
 
@@ -135,13 +136,109 @@ def _text_of(prompt: Any) -> str:
         return _kind(prompt)
 
 
-def _sampled(source: Source) -> Sequence[int]:
-    length = len(source)
-    if isinstance(source, Stream):
-        return range(min(length, SAMPLED))
-    return sorted({place * (length - 1) // max(1, SAMPLED - 1) for place in range(SAMPLED)})
-
-
 def _kind(value: Any) -> str:
     """Of what JSON cannot say, the type: its text may be another one in each process. Of bytes all of them."""
     return value.hex() if isinstance(value, bytes) else type(value).__name__
+
+
+# What may be a source of prompts: anything with a length and items by number, tables, and streams
+
+#: Prompts of a stream that are at hand still: what is played again mostly comes soon.
+KEPT: Final = 4096
+
+
+class Source(Protocol):
+    """A list, a data set of Hugging Face, or anything else with a length and items by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Stream:
+    """Prompts that can only be read in order: `source` iterates anew each time, `length` is how many it has.
+
+    For `Prompts(..., shuffle=None)`. Each producer reads on to the prompts that it plays; an epoch, or a prompt that is
+    played again much later, begins the iteration anew.
+    """
+
+    def __init__(self, source: Iterable[Any], length: int) -> None:
+        if isinstance(source, Iterator) or not isinstance(source, Iterable):
+            raise SettingError(
+                f"Stream: source is {brief(source)}, needs to iterate anew each time: an object with `__iter__`"
+            )
+        self._source, self._length = source, whole_number("Stream: length", length, 1)
+        self._lock = renewed_at_fork(threading.Lock())
+        self._process = os.getpid()
+        self._iterator: Iterator[Any] = iter(())
+        self._next = self._length  # number of the next one; the iteration has not begun
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Stream({brief(self._source)}, {self._length})"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        with self._lock:
+            if index in self._kept:
+                return self._kept[index]
+            # A fork shares open files, and the places at which they are read.
+            if index < self._next or self._process != os.getpid():
+                self._process = os.getpid()
+                self._iterator, self._next = iter(self._source), 0
+            while True:
+                item = self._read()
+                if self._next > index:
+                    return item
+
+    def _read(self) -> Any:
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            raise StreamadvError(
+                f"prompts: {self!r} has ended after {self._next} of {self._length}: give it this length"
+            ) from None
+        except BaseException:  # an iteration that has raised has ended: the next prompt begins another one
+            self._next = self._length
+            raise
+        self._kept[self._next] = item
+        self._next += 1
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return item
+
+
+class _Rows:
+    """The rows of a table, whose items are columns."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Any:
+        if hasattr(self._table, "iloc"):
+            row = self._table.iloc[index]
+            return row.to_dict() if hasattr(row, "to_dict") else row
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def source_of(name: str, given: Any) -> Source:
+    """A source as it was given. Raises SettingError for anything else."""
+    if hasattr(given, "iloc") or (hasattr(given, "to_pylist") and hasattr(given, "slice")):
+        return _Rows(given)
+    is_text = isinstance(given, str | bytes) or hasattr(given, "__fspath__")
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not is_text:
+        return given  # type: ignore[no-any-return]
+    if is_text:
+        how = 'read the file: `datasets.load_dataset("parquet", data_files=...)["train"]`, or a list of its lines'
+    elif hasattr(given, "__iter__"):
+        how = "make a list of it, or `sa.Stream(source, length)`"
+    else:
+        how = "make a list of it"
+    raise SettingError(
+        f"prompts: source {brief(name)} is {brief(given)}, needs a length and items by number: {how}"
+    )

@@ -27,6 +27,7 @@ SOURCE: Final = re.compile(r"[A-Za-z0-9._/-]{0,80}")
 GROUP_ID: Final = re.compile(
     rf"{PREFIX}({NAME.pattern}):({SOURCE.pattern}):([0-9]{{1,9}}):([0-9]{{1,12}}):([0-9]{{1,9}})"
 )
+ITEM: Final = re.compile(r"([1-9][0-9]{0,5}) ([0-9]{1,15})")
 SELECT: Final = re.compile(r"(?:(?:begun|version) [1-9][0-9]{0,14})?")
 MOST_SOURCES: Final = 1000
 MIN_WEIGHT: Final = 1e-9
@@ -90,16 +91,14 @@ class PromptSet:
     select: str = ""
     """When weights are selected anew: 'begun <prompts>', 'version <batches>', '' = never."""
 
-    def to_text(self) -> str:
-        return self._text
-
     @cached_property
-    def _text(self) -> str:
+    def text(self) -> str:
+        """As the run has it, in JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def say_as(self, text: str) -> None:
         """Have this text: what the run has of the same set, which another release may have written otherwise."""
-        vars(self)["_text"] = text
+        vars(self)["text"] = text
 
     @staticmethod
     @lru_cache(64)  # read again with every batch
@@ -155,10 +154,16 @@ class PromptSet:
         if not any(weights.values()):
             raise SettingError(f"prompts {self.name}: all weights are 0: give one source a number above 0")
 
-    @property
+    @cached_property
     def totals(self) -> list[int]:
         """Of each source its prompts over all epochs."""
         return [length * self.epochs for length in self.sources.values()]
+
+    def has(self, item: str) -> bool:
+        """Whether this names one of the prompts."""
+        match = ITEM.fullmatch(item)
+        source = int(match[1]) - 1 if match else 0
+        return match is not None and source < len(self.totals) and int(match[2]) < self.totals[source]
 
     @cached_property
     def lease_args(self) -> list[Any]:

@@ -13,7 +13,7 @@ from ..errors import SettingError
 from ..store.keys import RunKeys, ShardKeys
 from ..store.scripts import ScriptCall, script_call
 from .figures import ends_of, parse_figures
-from .spec import PromptSet, Tried
+from .spec import PromptSet
 
 T = TypeVar("T")
 ScriptSteps = Generator[ScriptCall, Any, T]
@@ -41,7 +41,7 @@ class Lease(NamedTuple):
 
 def describe(keys: ShardKeys, prompts: PromptSet) -> ScriptSteps[None]:
     """Agree on what these prompts are. Raises SettingError if the run has others under the name."""
-    args = [prompts.name, prompts.to_text(), doors.random_bytes(8).hex()]
+    args = [prompts.name, prompts.text, doors.random_bytes(8).hex()]
     reply = yield script_call("describe_prompts", keys, args, **_keys(prompts.name, "state"))
     text = reply.decode(errors="replace")
     try:
@@ -59,7 +59,7 @@ def describe(keys: ShardKeys, prompts: PromptSet) -> ScriptSteps[None]:
 
 def lease(keys: ShardKeys, prompts: PromptSet, mode: str, nonce: str, owner: str) -> ScriptCall:
     """mode: lease, repeat or ask."""
-    args = [prompts.name, prompts.to_text(), mode, nonce, owner, MOST_LEASED, LEFT_PER_LEASE, prompts.select]
+    args = [prompts.name, prompts.text, mode, nonce, owner, MOST_LEASED, LEFT_PER_LEASE, prompts.select]
     args += prompts.lease_args
     return script_call("lease_prompt", keys, args, **_keys(prompts.name, "state", "entries", "again"))
 
@@ -90,17 +90,13 @@ def read_ends(keys: RunKeys) -> ScriptSteps[str]:
     return b"\n".join(pages).decode(errors="replace")
 
 
-def give_back(keys: ShardKeys, name: str, leases: Sequence[Lease], nonce: str = "") -> ScriptCall:
-    """Somebody else has to play these prompts, and those of the lease with this nonce, to which there was no answer."""
-    return _leave(keys, name, "again", leases, nonce)
+def give_back(
+    keys: ShardKeys, name: str, leases: Sequence[Lease], nonce: str = "", what: str = "again"
+) -> ScriptCall:
+    """Somebody else has to play these prompts, and those of the lease with this nonce, to which there was no answer.
 
-
-def note_ended(keys: ShardKeys, name: str, leases: Sequence[Lease]) -> ScriptCall:
-    """Nobody has to play these prompts: their groups have ended, and how is still to be told."""
-    return _leave(keys, name, "ended", leases)
-
-
-def _leave(keys: ShardKeys, name: str, what: str, leases: Sequence[Lease], nonce: str = "") -> ScriptCall:
+    what: 'ended': nobody has to, as their groups have ended, and how is still to be told.
+    """
     args = [what, nonce, *(part for lease in leases for part in lease)]
     return script_call("leave_prompts", keys, args, **_keys(name, "entries", "again"))
 
@@ -121,17 +117,12 @@ def end(
             alike = shared
             args.append(f"{tried.source_number} {tried.epoch} {tried.number} {outcome}")
         args[-1] += f" {tried.position}"
-        if prompts.skip_solved:
-            args[-1] += _solved(prompts, tried, figures)
+        if prompts.skip_solved:  # '/<number of the prompt among all>/<1 if it was solved, else 0>'
+            known = parse_figures(figures)
+            is_solved = known is not None and known.least >= prompts.best_reward
+            args[-1] += f"/{prompts.overall(tried.source, tried.prompt)}/{int(is_solved)}"
     kinds = ("state", "entries", "again", "given_up", "solved")
     return script_call("end_prompts", keys, args, **_keys(prompts.name, *kinds))
-
-
-def _solved(prompts: PromptSet, tried: Tried, figures: str) -> str:
-    """'/<number of the prompt among all>/<1 if it was solved, else 0>'."""
-    known = parse_figures(figures)
-    is_solved = known is not None and known.least >= prompts.best_reward
-    return f"/{prompts.overall(tried.source, tried.prompt)}/{int(is_solved)}"
 
 
 def _keys(name: str, *kinds: str) -> Mapping[str, Any]:

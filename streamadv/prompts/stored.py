@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +17,6 @@ from .spec import PREFIX, PromptSet
 from .steps import START, Lease, end, give_back
 
 ENDED: Final = "ended"
-ITEM: Final = re.compile(r"([1-9][0-9]{0,5}) ([0-9]{1,15})")
 ENTRY: Final = re.compile(r"([0-9]{1,15}) ([0-9]{1,15}) (\S+)(?: (.*) ([0-9]{1,15}))?", re.DOTALL)
 #: The nonce of an entry that waits to be played again.
 NOBODY: Final = "-"
@@ -70,10 +70,6 @@ class Stored:
     def leases(self, items: Iterable[str]) -> list[Lease]:
         return [Lease(item, self.entries[item]) for item in items]
 
-    def is_of(self, item: str) -> bool:
-        """Whether this names a prompt of the set."""
-        return _is_of(item, self.prompts.totals)
-
     def group_id(self, item: str) -> str:
         """Of the try that counts."""
         return self.prompts.group_id(item, int(self.entries[item].partition(" ")[0]))
@@ -112,7 +108,7 @@ def read(run: Run, prompts: PromptSet) -> Stored:
     entries, ended = {}, []
     for key, value in stored.items():
         item, entry = key.decode(errors="replace"), value.decode(errors="replace")
-        if not _is_of(item, totals):
+        if not prompts.has(item):
             continue
         if entry == ENDED:
             ended.append(item)
@@ -127,29 +123,14 @@ def read(run: Run, prompts: PromptSet) -> Stored:
         if key.count(b" ") == 2
     }
     born = state.get(b"born", b"").decode(errors="replace")
-    selected = [as_number(state.get(b"weight:%d" % source)) for source in range(1, len(totals) + 1)]
-    shares = [
-        given if weight is None else weight
-        for weight, given in zip(selected, prompts.weights.values(), strict=True)
-    ]
-    by_source = dict(zip(prompts.sources, shares, strict=True))
+    shares = dict(zip(prompts.sources, prompts.weights.values(), strict=True))
+    for number, source in enumerate(prompts.sources, 1):
+        with suppress(ValueError):
+            weight = float(state.get(b"weight:%d" % number, b""))
+            shares[source] = weight if 0 <= weight < math.inf else shares[source]
     given_up = as_count(state.get(b"given_up"))
     is_back = b"is_back" in state
-    return Stored(prompts, born, following, entries, ended, counters, given_up, by_source, is_back)
-
-
-def as_number(value: bytes | None) -> float | None:
-    """The weight that a script has noted, or None."""
-    try:
-        number = float(value or b"")
-    except ValueError:
-        return None
-    return number if 0 <= number < math.inf else None
-
-
-def _is_of(item: str, totals: list[int]) -> bool:
-    match = ITEM.fullmatch(item)
-    return match is not None and int(match[1]) <= len(totals) and int(match[2]) < totals[int(match[1]) - 1]
+    return Stored(prompts, born, following, entries, ended, counters, given_up, shares, is_back)
 
 
 def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:
@@ -158,17 +139,13 @@ def give_back_of_lost(run: Run, first_alive: Mapping[bytes, int]) -> int:
     first_alive: name of a producer -> its first instance that may be alive. Leases of one that is not there stay until
     the trainer has nothing else to wait for (`batch.prompts`).
     """
-
-    def is_lost(entry: str) -> bool:
-        match = ENTRY.fullmatch(entry)
-        if match is None or match[5] is None:
-            return False
-        return int(match[5]) < first_alive.get(match[4].encode(), 0)
-
     given = 0
     for prompts in read_sets(run):
-        stored = read(run, prompts)
-        lost = [item for item, entry in stored.entries.items() if is_lost(entry)]
+        stored, lost = read(run, prompts), list[str]()
+        for item, entry in stored.entries.items():
+            match = ENTRY.fullmatch(entry)
+            if match and match[5] is not None and int(match[5]) < first_alive.get(match[4].encode(), 0):
+                lost.append(item)
         for start in range(0, len(lost), SLICE):
             leases = stored.leases(lost[start : start + SLICE])
             given += run_script(run.connection.scripts, give_back(run.keys.home, prompts.name, leases))

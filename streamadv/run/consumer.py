@@ -241,7 +241,18 @@ class Consumer:
         if clock.now() > cursor.check_due:
             self._check_leases(cursor)
         while cursor.expired:
-            if entries := self._take_over(cursor, count):
+            # Their leases were over at the last look. The script claims those that nobody has touched since.
+            page, cursor.expired = cursor.expired[:count], cursor.expired[count:]
+            args: list[Any] = [self.stage, self.name]
+            for entry_id, delivery in page:
+                args += [entry_id, *delivery]
+            claimed = [
+                (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+                for entry_id, fields in cursor.shard.call("reclaim", args, stream=cursor.stream)
+            ]
+            entries = self._take_in_hand(entries_of(cursor.shard.index, claimed, reclaimed=True))
+            metrics.entries(self.stage, "reclaimed", len(entries))
+            if entries:
                 return entries
         entries = self._take_in_hand(self._group_read(cursor, ">", count, block_ms))
         metrics.entries(self.stage, "delivered", len(entries))
@@ -276,20 +287,6 @@ class Consumer:
             ]
         self.retire()
         self.run.refresh_if_changed(REFRESH_S)
-
-    def _take_over(self, cursor: Cursor, count: int) -> list[Entry]:
-        """Of entries whose lease was over at the last look, those that nobody has touched since."""
-        args: list[Any] = [self.stage, self.name]
-        page, cursor.expired = cursor.expired[:count], cursor.expired[count:]
-        for entry_id, delivery in page:
-            args += [entry_id, *delivery]
-        claimed = [
-            (entry_id, dict(zip(fields[::2], fields[1::2], strict=True)))
-            for entry_id, fields in cursor.shard.call("reclaim", args, stream=cursor.stream)
-        ]
-        entries = self._take_in_hand(entries_of(cursor.shard.index, claimed, reclaimed=True))
-        metrics.entries(self.stage, "reclaimed", len(entries))
-        return entries
 
     def _group_read(self, cursor: Cursor, start: str, count: int, block_ms: int | None) -> list[Entry]:
         connection = self.run.connection

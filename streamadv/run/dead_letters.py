@@ -146,12 +146,9 @@ def list_malformed(shard: Shard, now_ms: int) -> Iterator[tuple[bytes, DeadGroup
             stored.get(name, b"").decode(errors="backslashreplace")
             for name in (b"place", b"item", b"detail", b"text")
         )
-        where, age_s = one_line(f"{place}/{item}"), _seconds(now_ms - int(note.partition(b"-")[0]))
+        where, age_ms = one_line(f"{place}/{item}"), now_ms - int(note.partition(b"-")[0])
+        age_s = round(max(0.0, age_ms / 1000), 1)
         yield note, DeadGroup(where, MALFORMED, detail, 0, 0, True, age_s, None, (), text)
-
-
-def _seconds(age_ms: float) -> float:
-    return round(max(0.0, age_ms / 1000), 1)
 
 
 def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
@@ -167,7 +164,7 @@ def _read(shard: Shard, group_id: str, age_ms: float) -> DeadGroup | None:
         trajectories=as_count(fields["count"]),
         bytes=as_count(fields["bytes"]),
         emptied="emptied" in fields,
-        age_s=_seconds(age_ms),
+        age_s=round(max(0.0, age_ms / 1000), 1),
         data_source="".join(fields.get("log:head", "").split(" ", 6)[6:]) or None,
         members=tuple(_members_of(stored)),
     )
@@ -223,19 +220,14 @@ def reject(
     """
     place = key.partition("}:")[2]
     problem = one_line(problem)
-    shown = {
-        name.decode(errors="backslashreplace")[:100]: _shown(name, value)
-        for name, value in list((fields or {}).items())[:20]
-    }
+    shown = dict[str, Any]()
+    for name, value in list((fields or {}).items())[:20]:
+        seen: Any = value[:200]
+        if name in TABLES and 0 < len(value) <= TABLE_BYTES:  # in words, or why they are none
+            seen = [member for table in cut_tables(value) for member in list_table(table, ANY_SIZE)]
+        shown[name.decode(errors="backslashreplace")[:100]] = seen
     text = repr(shown)[:TEXT_CHARS]
     args = [REMOVALS.get(place, "XDEL"), stage, item, place, problem, text]
     if shard.call("reject", args, place=key):
         extra = log_fields("malformed_removed", run=shard.run, role=stage or None)
         logger.error("removed from %s: %s", place, problem, extra=extra)
-
-
-def _shown(name: bytes, value: bytes) -> Any:
-    """Member tables in words, or why they are none; of anything else the beginning."""
-    if name not in TABLES or not 0 < len(value) <= TABLE_BYTES:
-        return value[:200]
-    return [member for table in cut_tables(value) for member in list_table(table, ANY_SIZE)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -196,20 +197,9 @@ class RankReport:
     batch: Annotated[int, Field(ge=0, lt=MOST)] | None  # delivered last; None before the first one
     batch_s: Annotated[float, Field(ge=0, lt=MOST, allow_inf_nan=False)] | None  # seconds since then
 
-    def to_json(self) -> str:
-        """As it is stored."""
-        return _REPORT.dump_json(self).decode()
 
-    @staticmethod
-    def parse(text: str) -> RankReport | None:
-        """The report in a stored text; None if somebody else has written it."""
-        try:
-            return _REPORT.validate_json(text)
-        except ValueError:
-            return None
-
-
-_REPORT: Final = TypeAdapter(RankReport)
+#: Writes and reads a report as it is stored.
+REPORT: Final = TypeAdapter(RankReport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +222,9 @@ def heard_ranks(session: Mapping[str, str], now_ms: int) -> dict[int, HeardRank]
     heard = {}
     for name, text in session.items():
         field, when = _FIELD.fullmatch(name), _HEARTBEAT.match(text)
-        if field and when and (report := RankReport.parse(text[when.end() :])) is not None:
-            heard[int(field[1])] = HeardRank(report, max(0, now_ms - int(when[0])) / 1000)
+        if field and when:
+            with suppress(ValueError):  # somebody else has written it
+                report = REPORT.validate_json(text[when.end() :])
+                heard[int(field[1])] = HeardRank(report, max(0, now_ms - int(when[0])) / 1000)
     size = heard[0].report.world_size if 0 in heard else MAX_RANKS
     return {rank: heard[rank] for rank in sorted(heard) if rank < size}

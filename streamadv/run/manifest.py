@@ -339,24 +339,6 @@ def _layout(run: str, stored: Mapping[str, bytes]) -> tuple[int, ...]:
     return salts
 
 
-def changed_fields(manifest: Manifest, settings: RunSettings) -> dict[str, str]:
-    """The fields of the manifest that other values of settings need. Raises SettingError for those that are fixed."""
-    given = settings.model_dump(exclude_none=True)
-    if fixed := sorted(given.keys() & FIXED):
-        raise SettingError(f"{fixed[0]} cannot be changed: leave it out, or use another run name")
-    if not given:
-        raise SettingError(
-            f"no setting is given: name those to change, `streamadv runs show --run {manifest.keys.run}` has them"
-        )
-    RunSettings(**{name: getattr(manifest, name) for name in DEFAULTS} | given)  # do they go together?
-    return {name: json.dumps(value) for name, value in settings._manifest_values.items()}
-
-
-def register_call(run: str) -> ScriptCall:
-    """Put the run on the server's list of runs."""
-    return script_call("register", EntryKeys(run), [run])
-
-
 def given_settings(settings: RunSettings | None) -> RunSettings:
     """The settings that a process was given. Raises SettingError for anything else."""
     if settings is not None and not isinstance(settings, RunSettings):

@@ -1,4 +1,4 @@
-"""A run as a pipeline process sees it: its connection, its keys and its manifest."""
+"""A run as a pipeline process sees it: its connection, its keys, its manifest, and the counters of its ledger."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from redis.exceptions import NoScriptError
+
 from .. import clock
 from ..errors import EpochFencedError, SettingError
+from ..metrics.instruments import KEPT, OUTCOMES
 from ..store.connection import Connection
-from ..store.keys import RunKeys, ShardKeys, check_run_name, manifest_key
-from ..store.replies import as_count
-from ..store.scripts import FENCED, run_script, script_call, server_ids_with
-from .ledger import NAMES
+from ..store.keys import EntryKeys, RunKeys, ShardKeys, check_run_name
+from ..store.replies import as_count, as_int
+from ..store.scripts import FENCED, ids_of, run_script, script_call, server_id_calls
 from .manifest import (
+    DEFAULTS,
+    FIXED,
     Manifest,
     RunSettings,
-    changed_fields,
     given_settings,
     manifest_call,
     parse_manifest,
-    register_call,
 )
 
 #: Share of maxmemory; the rest is for the scripts' own keys, results and buffers.
@@ -68,7 +70,7 @@ class Run:
     def __init__(self, name: str, connection: Connection, settings: RunSettings | None) -> None:
         self.name = name
         self.connection = connection
-        self._settings = settings
+        self._settings, self._entry = settings, EntryKeys(name)
         self._known: Manifest | None = None  # what this process writes back
         self._looked = clock.now()
         self.refresh()
@@ -82,7 +84,7 @@ class Run:
         scripts, settings = self.connection.scripts, self._settings
         reply: Any
         if settings is None:
-            stored: Any = scripts.hgetall(manifest_key(self.name))
+            stored: Any = scripts.hgetall(self._entry.manifest)
             if not stored:
                 raise SettingError(
                     f"run {self.name!r} does not exist on {self.connection.safe_url}: see `streamadv runs list`"
@@ -93,7 +95,7 @@ class Run:
         manifest = parse_manifest(self.name, settings, reply, self._known)
         if settings is not None:
             if reply[0] or self._known is None:
-                run_script(scripts, register_call(self.name))
+                run_script(scripts, script_call("register", self._entry, [self.name]))
             self._known = manifest
         self.manifest, self.keys = manifest, manifest.keys
         self.shards = [
@@ -112,7 +114,7 @@ class Run:
         `refresh`, if they are others than this process knows: settings are only added while anybody uses the run.
         """
         replies: list[Any]
-        key = manifest_key(self.name)
+        key = self._entry.manifest
         *replies, salts, count = pipe.hget(key, "salts").hlen(key).execute()
         self._looked = clock.now()
         fields, ignored = self.manifest.fields, self.manifest.ignored
@@ -127,10 +129,20 @@ class Run:
 
         Raises SettingError for a setting that is fixed, or a budget above the server's memory.
         """
-        fields: Any = changed_fields(self.manifest, settings)
+        given = settings.model_dump(exclude_none=True)
+        if fixed := sorted(given.keys() & FIXED):
+            raise SettingError(f"{fixed[0]} cannot be changed: leave it out, or use another run name")
+        if not given:
+            raise SettingError(
+                f"no setting is given: name those to change, `streamadv runs show --run {self.name}` has them"
+            )
+        RunSettings(
+            **{name: getattr(self.manifest, name) for name in DEFAULTS} | given
+        )  # do they go together?
+        fields: Any = {name: json.dumps(value) for name, value in settings._manifest_values.items()}
         byte_budget(settings.max_bytes, self.connection.memory())
         fields[f"changed.{self.now_ms()}"] = json.dumps(sorted(fields))
-        self.connection.scripts.hset(manifest_key(self.name), mapping=fields)
+        self.connection.scripts.hset(self._entry.manifest, mapping=fields)
         self.refresh()
 
     def shard_of(self, group_id: str) -> Shard:
@@ -158,7 +170,18 @@ class Run:
 
     def server_ids_with(self, pipe: Any) -> tuple[list[str | None], list[Any]]:
         """`server_ids`, and the replies to the reads in `pipe`: together where one server has all shards."""
-        return server_ids_with(self.connection, self.keys.shards, pipe)
+        scripts, shards = self.connection.scripts, self.keys.shards
+        calls = server_id_calls(self.connection, shards)
+        if self.connection.is_cluster:
+            return ids_of([run_script(scripts, call) for call in calls], shards), pipe.execute()
+        pipe.execute_command("EVALSHA", calls[0].script.sha, *calls[0].arguments)
+        *replies, server_id = pipe.execute(raise_on_error=False)
+        if isinstance(server_id, NoScriptError):
+            server_id = run_script(scripts, calls[0])
+        for reply in (*replies, server_id):
+            if isinstance(reply, Exception):
+                raise reply
+        return ids_of([server_id], shards), replies
 
 
 def byte_budget(max_bytes: int | None, memory: Mapping[str, Any]) -> int:
@@ -191,3 +214,53 @@ def open_run(connection: Connection, name: str, settings: RunSettings | None = N
 def find_run(connection: Connection, name: str) -> Run:
     """Join a run that exists, without writing. Raises SettingError when there is none of that name."""
     return Run(check_run_name(name), connection, None)
+
+
+# The names of the counters in a run's ledger. A producer can write other fields into it; they are not counters. Every
+# reader of a ledger reads these names only, so foreign fields cost little and never show under their own name.
+
+#: Counters that add up to `queued`: with a scorer, in the rollouts stream, in an open group, in the groups log.
+QUEUED: Final = ("scoring", "rollouts", "open", "grouped")
+#: The counters without a reason.
+COUNTERS: Final = (
+    "pushed", "trained", *QUEUED, "in_flight", "duplicates", "groups_open", "groups_logged", "rollouts_packets",
+    "scoring_packets", "live_bytes", "dead_bytes", "kept_bytes", "groups_abandoned", "groups_eval", "malformed",
+)  # fmt: skip
+#: How a group ends.
+ENDINGS: Final = (*(outcome for outcome in OUTCOMES if outcome != "other"), "dead", "malformed", "trained")
+#: Why trajectories are dropped: beside the outcomes of their groups.
+DROPPED: Final = (
+    *("surplus", "late", "baseline", "failed", "aborted", "unscorable", "wrong_role"),
+    *(outcome for outcome in OUTCOMES if outcome not in (*KEPT, "other")),
+)
+#: Why trajectories are dead.
+DEAD: Final = ("undecodable", "compute_error", "missing_column", "malformed")
+
+_REASONS: Final = {"outcome": ENDINGS, "dropped": DROPPED, "dead": DEAD}
+#: All counters, those with a reason as `kind:reason`.
+NAMES: Final = (*COUNTERS, *(f"{kind}:{reason}" for kind, reasons in _REASONS.items() for reason in reasons))
+_KNOWN: Final = frozenset(NAMES)
+
+
+def by_reason(counters: Mapping[str, int], kind: str) -> dict[str, int]:
+    """Counters '<kind>:<reason>' by reason, without those at 0."""
+    prefix = f"{kind}:"
+    return {
+        name.removeprefix(prefix): count
+        for name, count in sorted(counters.items())
+        if name.startswith(prefix) and count
+    }
+
+
+def known_counters(stored: Mapping[str, Any]) -> Counter[str]:
+    """Of the fields of a ledger its counters; reasons that are none of the run's are added up as `other`."""
+    counters = Counter[str]()
+    for name, value in stored.items():
+        if name not in _KNOWN:
+            kind = name.partition(":")[0]
+            if kind == name or kind not in _REASONS:
+                continue
+            name = f"{kind}:other"
+        if (count := as_int(value)) is not None:
+            counters[name] += count
+    return counters

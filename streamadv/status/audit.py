@@ -21,7 +21,7 @@ from ..messages import brief, one_line
 from ..run import Run
 from ..run.packets import MemberLine, parse_members, read_packet
 from ..store.connection import Connection
-from ..store.keys import RUNS, ShardKeys, check_run_name, manifest_key
+from ..store.keys import RUNS, EntryKeys, ShardKeys, check_run_name
 from ..store.replies import as_count
 from ..trajectory.member_table import read_table
 from .seen import entry_pages
@@ -134,7 +134,7 @@ def delete_run(connection: Connection, name: str) -> int:
         for key in page:
             pipe.unlink(key)
         count += sum(pipe.execute())
-    count += scripts.unlink(manifest_key(name))
+    count += scripts.unlink(EntryKeys(name).manifest)
     scripts.hdel(RUNS, name)
     return count
 

@@ -10,7 +10,7 @@ from typing import Final, Self
 from ..metrics import KEPT
 from ..run import Run
 from ..run.heartbeats import HEARD_S, PRODUCER_TIMEOUT_S
-from ..run.ledger import by_reason
+from ..run.run import by_reason
 from ..store.reasons import REASONS, Reason, pasteable
 from ..units import counted, seconds_text
 from .model import Ledger, Status

@@ -20,7 +20,7 @@ from ..errors import StreamadvError
 from ..messages import log_fields
 from ..metrics.endpoints import Asked
 from ..run import find_run
-from ..run.ledger import DROPPED
+from ..run.run import DROPPED
 from ..store.connection import Connection
 from ..store.reasons import REASONS
 from ..store.retry import SERVER_ERRORS

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self
 
 from ..grouping.housekeeping import Loss
-from ..run.ledger import QUEUED, by_reason
+from ..run.run import QUEUED, by_reason
 from ..units import seconds_text
 from .evaluations import Evaluation
 from .prompts import SourceProgress

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..prompts.figures import END, TriesSeen, by_prompt
 from ..prompts.stored import NOBODY, Stored, read, read_sets
 from ..run import Run
-from ..run.ledger import by_reason
+from ..run.run import by_reason
 from ..store.replies import as_text
 
 #: Prompts that were given up, named by `streamadv prompts show`.
@@ -132,7 +132,7 @@ def progress_of(stored: Stored, pace: float = 0.0, given_up: Sequence[str] = ())
     prompts = stored.prompts
     failing = [Counter[str]() for _ in prompts.sources]
     for item in (line.rsplit(" ", 2)[0] for line in given_up):
-        if stored.is_of(item):
+        if stored.prompts.has(item):
             place = tuple(map(int, item.split()))
             failing[place[0] - 1][str(prompts.locate(*place)[2])] += 1
     counts = [_counts(stored, number) for number in range(1, len(prompts.sources) + 1)]
@@ -188,7 +188,7 @@ def read_lines(run: Run, stored: Stored) -> list[PromptLine]:
     for member in _read_given_up(run, stored.prompts.name):
         source, position, tried, *outcome = member.split(" ")
         item = f"{source} {position}"
-        if stored.is_of(item) and tried.isdigit():
+        if stored.prompts.has(item) and tried.isdigit():
             lines.append(_line(stored, item, int(tried), stored.prompts.retries, " ".join(outcome)))
     for item, entry in sorted(stored.entries.items(), key=lambda each: list(map(int, each[0].split()))):
         tried, failures, nonce = entry.split(" ")[:3]

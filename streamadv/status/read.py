@@ -23,8 +23,7 @@ from ..messages import one_line
 from ..run import Run, find_run
 from ..run.consumer import NOBODY
 from ..run.heartbeats import PRODUCER_STATE, PRODUCER_TIMEOUT_S, heard_ranks
-from ..run.ledger import QUEUED, by_reason
-from ..run.run import byte_budget
+from ..run.run import QUEUED, by_reason, byte_budget
 from ..store.connection import Connection
 from ..store.keys import ENTRY_ID, LAST_ID, RUNS, EntryId, ShardKeys
 from ..store.replies import as_count, as_int, as_mapping, as_texts, or_nothing, replies_of

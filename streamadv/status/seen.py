@@ -272,8 +272,7 @@ def _seen(shard: int, where: Where, page: Page) -> list[SeenGroup]:
             group.late = unpack_late(fields.get(b"late", b""))
         except (WireError, ValueError, RecursionError) as error:
             group.problem = first_problem(error) if isinstance(error, ValueError) else str(error)
-    for group, problem in read_in_halves(found, _fill_in):
-        group.problem = problem
+    read_in_halves(found, _fill_in)
     return groups
 
 

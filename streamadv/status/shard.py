@@ -17,7 +17,7 @@ from redis.exceptions import OutOfMemoryError
 
 from ..run import Run
 from ..run.consumer import ADVANTAGE, GROUPER
-from ..run.ledger import COUNTERS, known_counters
+from ..run.run import COUNTERS, known_counters
 from ..store.keys import ShardKeys
 from ..store.replies import as_count, as_int, as_mapping, as_texts, or_nothing
 from ..trajectory.packet import MAX_PACKET_MEMBERS

@@ -13,7 +13,7 @@ from .. import clock
 from ..errors import BatchBudgetError, StarvedError, UncommittedBudgetError
 from ..messages import log_fields
 from ..run import Run
-from ..run.ledger import by_reason
+from ..run.run import by_reason
 from ..store.reasons import REASONS, Reason, listed, pasteable
 from ..store.retry import RETRYABLE
 from ..store.waiting import Blocked

@@ -30,6 +30,7 @@ SOCKET_TIMEOUT: Final = 10.0  # seconds without a byte
 #: Connections of one client; further callers wait. `?max_connections=` in the URL changes it.
 MAX_CONNECTIONS: Final = 32
 
+MASTER: Final = (b"master", "master")
 NOT_MASTER: Final = "{}:{} is no longer, or not yet, the master"
 
 # Refresh the node list after every error (callers back off anyway); one missing shard must not block the others.
@@ -93,7 +94,7 @@ class _MasterConnection(redis.sentinel.SentinelManagedConnection):
         with suppress(redis.exceptions.NoPermissionError):
             # Ask the Sentinels again: redis-py 5 tries one address for a while, and a former master starts as one.
             now = self.connection_pool.get_master_address()
-            if not _is_master(self.read_response()) or now != address:
+            if self.read_response()[0] not in MASTER or now != address:
                 self.disconnect()  # type: ignore[no-untyped-call]  # else the next try takes it for connected
                 raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
 
@@ -110,17 +111,13 @@ class _AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
         await self.send_command("ROLE")
         with suppress(redis.exceptions.NoPermissionError):
             now = await self.connection_pool.get_master_address()
-            if not _is_master(await self.read_response()) or now != address:
+            if (await self.read_response())[0] not in MASTER or now != address:
                 await self.disconnect()
                 raise redis.exceptions.ConnectionError(NOT_MASTER.format(*address))
 
 
 class _AsyncMasterSSLConnection(_AsyncMasterConnection, redis.asyncio.sentinel.SentinelManagedSSLConnection):
     pass
-
-
-def _is_master(role: Any) -> bool:
-    return role[0] in (b"master", "master")
 
 
 class _Master:

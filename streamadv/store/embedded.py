@@ -99,7 +99,9 @@ class EmbeddedServer:
         self._extra_options = dict(extra_options or {})
         self._binary = find_server_binary(binary)
         self._folder = tempfile.TemporaryDirectory(prefix="streamadv-")  # log, socket, and data when not kept
+        self._socket_path = Path(self._folder.name) / "redis.sock"
         self._home = self._data_dir or Path(self._folder.name)
+        self._log_path = self._home / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -147,7 +149,15 @@ class EmbeddedServer:
         if self.running:
             return
         if self._wanted_port and not self._port and not self._unix_socket:
-            check_free(self._wanted_port, self._bind)
+            with socket.socket(socket.AF_INET6 if ":" in self._bind else socket.AF_INET) as probe:
+                # As the server does, so that closing connections of an earlier server are no obstacle.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self._bind, self._wanted_port))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        problem = f"--port {self._wanted_port} is in use: choose another one"
+                        raise ServerError(problem) from None
         is_given = self._unix_socket or self._wanted_port or self._port
         for attempts_left in reversed(range(1 if is_given else PORT_ATTEMPTS)):
             try:
@@ -182,14 +192,6 @@ class EmbeddedServer:
         self.stop()
         self._folder.cleanup()
 
-    @property
-    def _socket_path(self) -> Path:
-        return Path(self._folder.name) / "redis.sock"
-
-    @property
-    def _log_path(self) -> Path:
-        return self._home / "server.log"
-
     def _launch(self, port: int) -> None:
         try:
             self._home.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +219,24 @@ class EmbeddedServer:
             raise
 
     def _spawn(self, port: int, lock: int) -> None:
-        command = [str(self._binary), "-", *self._options(port)]  # "-": reads the rest from stdin
+        options = {
+            "port": str(port),
+            "bind": self._bind,
+            "protected-mode": "yes",
+            "dir": str(self._home),
+            "daemonize": "no",
+            "logfile": "",
+            "save": "",
+            "appendonly": "no" if self._data_dir is None else "yes",
+            "appendfsync": self._appendfsync,
+            "maxmemory": str(self._maxmemory),
+            "maxmemory-policy": "noeviction",
+        }
+        if self._unix_socket:
+            options |= {"port": "0", "unixsocket": str(self._socket_path), "unixsocketperm": "700"}
+        options |= self._extra_options
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        command = [str(self._binary), "-", *words]  # "-": reads the rest from stdin
         with open(self._log_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             # A session of its own: Ctrl-C in the terminal is for the client processes. The server inherits
             # the lock's descriptor, so the lock lasts exactly as long as the server does.
@@ -252,25 +271,6 @@ class EmbeddedServer:
                         "stop that one or give another folder"
                     ) from None
                 time.sleep(POLL_SECONDS)
-
-    def _options(self, port: int) -> list[str]:
-        options = {
-            "port": str(port),
-            "bind": self._bind,
-            "protected-mode": "yes",
-            "dir": str(self._home),
-            "daemonize": "no",
-            "logfile": "",
-            "save": "",
-            "appendonly": "no" if self._data_dir is None else "yes",
-            "appendfsync": self._appendfsync,
-            "maxmemory": str(self._maxmemory),
-            "maxmemory-policy": "noeviction",
-        }
-        if self._unix_socket:
-            options |= {"port": "0", "unixsocket": str(self._socket_path), "unixsocketperm": "700"}
-        options |= self._extra_options
-        return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -314,18 +314,6 @@ def check_bind(bind: str, password: str | None) -> None:
             f"--bind {bind} opens the server to the network: give it a password (STREAMADV_REDIS_PASSWORD_FILE), "
             f"or leave it at {LOOPBACK}"
         )
-
-
-def check_free(port: int, bind: str) -> None:
-    """Raise ServerError when another process listens at the port."""
-    with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
-        # As the server does, so that closing connections of an earlier server are no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bind, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ServerError(f"--port {port} is in use: choose another one") from None
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
 """The client of one server: calls and their replies over redis-py's connections, without its bookkeeping per command.
 
-That bookkeeping costs as much as packing and sending a small call. Calls are packed in Redis' protocol (RESP2), with
+That bookkeeping costs as much as packing and sending a small call. Payloads are packed in Redis' protocol (RESP2), with
 large values sent from where they lie: redis-py with hiredis copies every value twice before it sends it. For
 trajectories of 32,768 tokens these copies are most of a producer's cost. Redis reads large values without a copy.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -120,10 +120,6 @@ def executed(execute: Callable[..., list[Any]], *args: Any, **options: Any) -> l
     return [classified(result) if isinstance(result, refusal) else result for result in results]
 
 
-def _packed(commands: Iterable[Sequence[Any]]) -> list[Piece]:
-    return [piece for args in commands for piece in Packer().pack(*args)]
-
-
 class Client(redis.Redis):
     """A client of one server. What it sends goes past redis-py, which records and looks up much for each command."""
 
@@ -139,7 +135,9 @@ class Client(redis.Redis):
 
     def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
         """As redis-py's client."""
-        return _Pipeline(self, transaction)
+        pipe = _Pipeline(self.connection_pool, self.response_callbacks, transaction, None)
+        pipe._client, pipe._has_multi = self, transaction
+        return pipe
 
     def execute_together(
         self, commands: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], raise_on_error: bool = True
@@ -152,22 +150,20 @@ class Client(redis.Redis):
         raised = Exception if raise_on_error else redis.exceptions.ReadOnlyError
 
         def results_of(replies: list[Any]) -> Any:
-            results = [self._result_of(*pair) for pair in zip(replies, commands, strict=True)]
+            """What redis-py makes of each reply; errors as `classified`."""
+            results = replies[:]
+            for number, (reply, (args, options)) in enumerate(zip(replies, commands, strict=True)):
+                if isinstance(reply, redis.exceptions.ResponseError):
+                    results[number] = classified(reply, args)
+                elif args[0] in self.response_callbacks:
+                    # Without what is for redis-py's cache.
+                    others = {name: value for name, value in options.items() if name != "keys"}
+                    results[number] = self.response_callbacks[args[0]](reply, **others)
             return next((result for result in results if isinstance(result, raised)), results)
 
-        pieces = _packed([args for args, _ in commands])
+        pieces = [piece for args, _ in commands for piece in Packer().pack(*args)]
         results: list[Any] = self._exchange(pieces, len(commands), results_of)
         return results
-
-    def _result_of(self, reply: Any, command: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
-        """What redis-py makes of a reply; an error as `classified`."""
-        args, options = command
-        if isinstance(reply, redis.exceptions.ResponseError):
-            return classified(reply, args)
-        if args[0] not in self.response_callbacks:
-            return reply
-        others = {name: value for name, value in options.items() if name != "keys"}  # for redis-py's cache
-        return self.response_callbacks[args[0]](reply, **others)
 
     def read(self, commands: Sequence[Sequence[Any]]) -> Generator[Any]:
         """Replies to commands that write nothing, each as soon as it has come; a refusal as an error among them.
@@ -177,7 +173,8 @@ class Client(redis.Redis):
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            with closing(replies(connection, [b"".join(_packed(commands))], len(commands))) as incoming:
+            packed = b"".join([piece for args in commands for piece in Packer().pack(*args)])
+            with closing(replies(connection, [packed], len(commands))) as incoming:
                 for command, reply in zip(commands, incoming, strict=True):
                     is_refused = isinstance(reply, redis.exceptions.ResponseError)
                     yield classified(reply, command) if is_refused else reply
@@ -220,9 +217,8 @@ class Client(redis.Redis):
 class _Pipeline(redis.client.Pipeline):
     """Commands, which without MULTI are sent as a `Client` sends."""
 
-    def __init__(self, client: Client, transaction: bool) -> None:
-        super().__init__(client.connection_pool, client.response_callbacks, transaction, None)
-        self._client, self._has_multi = client, transaction
+    _client: Client
+    _has_multi: bool
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
         """As redis-py's, with errors as `classified`."""
@@ -256,26 +252,13 @@ _PEXPIRE: Final = b"\r\n*3\r\n$7\r\nPEXPIRE\r\n$%%d\r\n%%b\r\n$%d\r\n%d" % (
 
 
 class Packer:
-    """A command packer of redis-py: `pack` makes the chunks of one command."""
+    """A command packer of redis-py: `pack` makes the one chunk of a command."""
 
-    def pack(self, *args: Any) -> Sequence[bytes | memoryview]:
-        """The chunks, to be sent in order. Raises redis' DataError unless all are str, bytes, buffers or numbers."""
+    def pack(self, *args: Any) -> Sequence[bytes]:
+        """Raises redis' DataError unless all are str, bytes, buffers or numbers."""
         name = args[0] if isinstance(args[0], bytes) else args[0].encode()
-        args = (*name.split(), *texts(args[1:]))  # 'XINFO GROUPS' is two words to Redis
-        if name != b"HSET":
-            with suppress(TypeError):  # it takes no buffers
-                return [hiredis.pack_command(args)]
-        chunks: list[bytes | memoryview] = []
-        pieces: list[bytes | memoryview] = [b"*%d\r\n" % len(args)]
-        for arg in args:
-            value = arg if isinstance(arg, bytes) else _encoded(arg)
-            pieces.append(b"$%d\r\n" % len(value))
-            if len(value) >= LARGE:
-                chunks += [b"".join(pieces), value]
-                pieces = [b"\r\n"]
-            else:
-                pieces += [value, b"\r\n"]
-        return [*chunks, b"".join(pieces)]
+        # 'XINFO GROUPS' is two words to Redis.
+        return [hiredis.pack_command((*name.split(), *texts(args[1:])))]
 
 
 def texts(args: Iterable[Any]) -> list[Any]:
@@ -365,11 +348,11 @@ def as_buffer(value: Any) -> bytes | memoryview:
     return memoryview(value).cast("B") if value.nbytes else b""
 
 
-def _encoded(arg: Any) -> bytes | memoryview:
+def _encoded(arg: Any) -> bytes:
     if isinstance(arg, str):
         return arg.encode()
     if isinstance(arg, memoryview | bytearray):
-        return memoryview(arg).cast("B")
+        return bytes(arg)
     if isinstance(arg, int | float) and not isinstance(arg, bool):
         return str(arg).encode()
     raise DataError(f"cannot send a {type(arg).__name__} to Redis: give text, bytes or a number")

@@ -51,11 +51,6 @@ def check_run_name(run: str) -> str:
     return run
 
 
-def manifest_key(run: str) -> str:
-    """The run's manifest, found before shards and salts are known."""
-    return f"{{{run}}}:manifest"
-
-
 @dataclass(frozen=True, slots=True)
 class EntryKeys:
     """Keys by which processes find a run, before they know its shards and salts."""
@@ -67,7 +62,7 @@ class EntryKeys:
 
     @property
     def manifest(self) -> str:
-        return manifest_key(self.run)
+        return f"{{{self.run}}}:manifest"
 
     @property
     def manifest_void(self) -> str:

@@ -173,19 +173,16 @@ class _Wire(asyncio.Protocol):
         self._reader.feed(data)
         try:
             while (reply := self._reader.gets()) is not INCOMPLETE:
-                self._take(reply)
+                if not self._waiting:
+                    raise InvalidResponse("a reply that nobody waits for")
+                call = self._waiting[0]
+                call.replies.append(reply)
+                if len(call.replies) == call.expected:
+                    self._waiting.popleft()
+                    if isinstance(call.end(), ReadOnlyError):  # the next connection may lead to the primary
+                        self.abort(ConnectionError("the server is no longer the primary"))
         except InvalidResponse as error:
             self.abort(ConnectionError(str(error)))
-
-    def _take(self, reply: Any) -> None:
-        if not self._waiting:
-            raise InvalidResponse("a reply that nobody waits for")
-        call = self._waiting[0]
-        call.replies.append(reply)
-        if len(call.replies) == call.expected:
-            self._waiting.popleft()
-            if isinstance(call.end(), ReadOnlyError):  # the next connection may lead to the primary
-                self.abort(ConnectionError("the server is no longer the primary"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.abort(ConnectionError(f"connection lost: {error or 'closed by the server'}"))

@@ -290,44 +290,24 @@ def server_ids(connection: Connection, shards: Sequence[ShardKeys]) -> list[str 
     The id changes when the server restarts or another one takes over: recent writes may be lost then. This asks the
     client that pushes, because each client of a cluster has its own view of who is primary.
     """
-    replies = [run_script(connection.push, call) for call in _server_id_calls(connection, shards)]
-    return _ids(replies, len(shards))
-
-
-def server_ids_with(
-    connection: Connection, shards: Sequence[ShardKeys], pipe: Any
-) -> tuple[list[str | None], list[Any]]:
-    """`server_ids` for the client that runs scripts, and the replies to the reads in its pipeline `pipe`.
-
-    One server says both at once.
-    """
-    calls = _server_id_calls(connection, shards)
-    if connection.is_cluster:
-        return _ids([run_script(connection.scripts, call) for call in calls], len(shards)), pipe.execute()
-    pipe.execute_command("EVALSHA", calls[0].script.sha, *calls[0].arguments)
-    *replies, server_id = pipe.execute(raise_on_error=False)
-    if isinstance(server_id, NoScriptError):
-        server_id = run_script(connection.scripts, calls[0])
-    for reply in (*replies, server_id):
-        if isinstance(reply, Exception):
-            raise reply
-    return _ids([server_id], len(shards)), replies
+    return ids_of([run_script(connection.push, call) for call in server_id_calls(connection, shards)], shards)
 
 
 async def server_ids_async(connection: AsyncConnection, shards: Sequence[ShardKeys]) -> list[str | None]:
     """`server_ids` for asyncio."""
     client = connection.pipelined or connection.push
-    replies = [await run_script_async(client, call) for call in _server_id_calls(connection, shards)]
-    return _ids(replies, len(shards))
+    replies = [await run_script_async(client, call) for call in server_id_calls(connection, shards)]
+    return ids_of(replies, shards)
 
 
-def _server_id_calls(
+def server_id_calls(
     connection: Connection | AsyncConnection, shards: Sequence[ShardKeys]
 ) -> list[ScriptCall]:
     """One call for each shard of a cluster; elsewhere one server has all shards."""
     return [script_call("server_id", keys) for keys in (shards if connection.is_cluster else shards[:1])]
 
 
-def _ids(replies: Sequence[bytes | None], shards: int) -> list[str | None]:
+def ids_of(replies: Sequence[bytes | None], shards: Sequence[ShardKeys]) -> list[str | None]:
+    """The ids from the replies to `server_id_calls`."""
     ids = [None if reply is None else reply.decode() for reply in replies]
-    return ids * (shards // len(ids))
+    return ids * (len(shards) // len(ids))

@@ -105,7 +105,15 @@ class Target:
 def parse_url(url: str) -> Target:
     """The target of a URL. Raises SettingError on one line that shows no password."""
     try:
-        target = _target_of(url)
+        scheme, _, rest = url.partition("://")
+        if scheme not in SCHEMES:
+            raise ValueError(f"start it with one of {', '.join(f'{s}://' for s in SCHEMES)}")
+        # Checked first, so that no other message can quote a piece of a password as a host, port or option.
+        if set("/?#@[]") & set(rest.rpartition("@")[0]):
+            raise ValueError("write special characters in user name and password as %xx (@ is %40)")
+        plain_scheme, kind = SCHEMES[scheme]
+        plain = f"{plain_scheme}://{rest}"
+        target = _behind_sentinels(plain) if kind == "sentinel" else Target(plain, kind == "cluster")
         options = target.options
         _check_address(target, options)
         # Makes the object only: an unknown option is an error now and not at the first command.
@@ -117,19 +125,6 @@ def parse_url(url: str) -> Target:
     if target.tls:
         tls.check_files(options)
     return target
-
-
-def _target_of(url: str) -> Target:
-    """Raises ValueError."""
-    scheme, _, rest = url.partition("://")
-    if scheme not in SCHEMES:
-        raise ValueError(f"start it with one of {', '.join(f'{s}://' for s in SCHEMES)}")
-    # Checked first, so that no other message can quote a piece of a password as a host, port or option.
-    if set("/?#@[]") & set(rest.rpartition("@")[0]):
-        raise ValueError("write special characters in user name and password as %xx (@ is %40)")
-    plain_scheme, kind = SCHEMES[scheme]
-    plain_url = f"{plain_scheme}://{rest}"
-    return _behind_sentinels(plain_url) if kind == "sentinel" else Target(plain_url, kind == "cluster")
 
 
 def _check_address(target: Target, options: Mapping[str, Any]) -> None:

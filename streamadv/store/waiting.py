@@ -80,19 +80,9 @@ class Blocked:
         logger.info("%s: goes on after %.0f s", self._line, clock.now() - since, extra=fields)
 
     @property
-    def who(self) -> str:
-        """Who waits."""
-        return self._subject[1]
-
-    @property
     def seconds(self) -> float:
         """Seconds from the first to the last `because` of this wait; 0 when it is over."""
         return max(0.0, self._last - self._since)
-
-    def shown(self) -> frozenset[str]:
-        """The names of the reasons that block now, and do so for longer than a moment."""
-        shown_from = self._since + min(self._first_s, BLOCKED_S)
-        return self._names if shown_from <= clock.now() < self._last + ATTEMPT_S else frozenset()
 
 
 class Wait:
@@ -147,12 +137,14 @@ class Wait:
 
 
 def _blockers() -> Iterator[tuple[str, str]]:
-    """Who is blocked in this process, and for which reason."""
+    """Who is blocked in this process now, for longer than a moment, and for which reason."""
     with _lock:
         waits = list(_live)
     for blocked in waits:
-        for name in blocked.shown():
-            yield blocked.who, name
+        shown_from = blocked._since + min(blocked._first_s, BLOCKED_S)
+        if shown_from <= clock.now() < blocked._last + ATTEMPT_S:
+            for name in blocked._names:
+                yield blocked._subject[1], name
 
 
 metrics.blocked_as(_blockers)

@@ -14,7 +14,7 @@ from ..run import find_run
 from ..status import problems_of, read_shards
 from ..status.audit import audit
 from ..store.connection import Connection
-from ..store.keys import manifest_key
+from ..store.keys import EntryKeys
 from .server import Server
 from .strands import Process
 from .wire import URL, Link, Socket
@@ -28,7 +28,7 @@ SHARD: Final = b"{r:0:0}:"
 def problems(world: World, run: str) -> Iterator[str]:
     """What does not add up. Nothing while the server does not answer, or the run is not there yet."""
     server = world.server
-    if not server.is_up or server.refusal or manifest_key(run).encode() not in server.store.data:
+    if not server.is_up or server.refusal or EntryKeys(run).manifest.encode() not in server.store.data:
         return
     with _at_once(world) as connection:
         joined = find_run(connection, run)

@@ -68,7 +68,7 @@ class FetchedShare:
         self.columns: dict[str, Tensor] = {}  # name -> [N, ...] on the host
         self.others: dict[int, dict[str, Array]] = {}  # further columns, by the packet's number in the layout
         self.headers: dict[int, bytes] = {}  # likewise
-        self._pieces, self._tokens = share.own.pieces(), share.own.packet_tokens
+        self._pieces, self._tokens = share.own.pieces()
         self.missing = list(self._pieces)  # packets that are yet to be read
         #: Columns of groups, by their numbers in the layout.
         self.of_groups: dict[int, dict[str, Array]] = {}

@@ -17,7 +17,7 @@ from ..algorithms.chain.sources import UNKNOWN
 from ..grouping.layout import Layout
 from ..metrics.instruments import EVALUATED, KEPT, MAX_DATA_SOURCES
 from ..run import Run
-from ..run.ledger import by_reason
+from ..run.run import by_reason
 from ..status.causes import LOST
 from ..status.evaluations import Evaluation, read_evaluations
 from ..status.model import Ledger

@@ -23,7 +23,7 @@ from ..errors import EpochFencedError, SettingError
 from ..messages import brief, log_fields
 from ..metrics.instruments import KL_ESTIMATES
 from ..run import Run, open_run
-from ..run.heartbeats import BEAT_S, Doing, RankReport
+from ..run.heartbeats import BEAT_S, REPORT, Doing, RankReport
 from ..run.manifest import RunSettings
 from ..store.connection import Connection
 from ..store.replies import as_count
@@ -361,7 +361,7 @@ class Heartbeat:
             None if at is None else round(clock.now() - at, 1),
         )
         with suppress(*SERVER_ERRORS, EpochFencedError):  # the training loop meets the same and says so
-            session.run.home.call("attend", [progress.fence, self._rank.number, report.to_json()])
+            session.run.home.call("attend", [progress.fence, self._rank.number, REPORT.dump_json(report)])
 
 
 def _beat(heartbeat: weakref.ref[Heartbeat], closed: threading.Event) -> None:

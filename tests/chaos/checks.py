@@ -11,7 +11,7 @@ from streamadv.run import Run
 from streamadv.status import problems_of, read_shards
 from streamadv.status.audit import walk
 from streamadv.status.model import Ledger
-from streamadv.store.keys import manifest_key
+from streamadv.store.keys import EntryKeys
 from tests.support import deep_problems
 
 Identity = tuple[str, int]
@@ -57,7 +57,7 @@ def leftovers(run: Run) -> list[str]:
                 name not in LASTING and key not in kept and scripts.pttl(key) < 0
             ):  # attempts go by themselves
                 found.append(f"shard {number}: key {name} is left behind")
-    if not scripts.exists(manifest_key(run.name)):
+    if not scripts.exists(EntryKeys(run.name).manifest):
         found.append("the manifest is gone")
     return found
 

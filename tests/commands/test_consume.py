@@ -16,7 +16,7 @@ from streamadv.errors import EpochFencedError
 from streamadv.run import Run
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
-from streamadv.store.keys import manifest_key
+from streamadv.store.keys import EntryKeys
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.interchange import write_trajectory
 from tests.clusters import until
@@ -298,7 +298,7 @@ def test_replay_into_a_run_of_another_release_has_no_summary(
     redis_url: str, run: str, recording: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Connection(redis_url) as connection:
-        connection.scripts.hset(manifest_key(run), mapping={"schema_version": "99", "salts": "[0]"})
+        connection.scripts.hset(EntryKeys(run).manifest, mapping={"schema_version": "99", "salts": "[0]"})
     assert main(["replay", str(recording), "--redis", redis_url, "--run", run]) == 1
     printed = capfd.readouterr()
     assert ("schema version 99" in printed.err, printed.out) == (True, "")

@@ -14,7 +14,7 @@ from streamadv.errors import ManifestMismatchError
 from streamadv.grouping.grouper import run_grouper
 from streamadv.status import read_status
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.store.keys import RUNS, manifest_key
+from streamadv.store.keys import RUNS, EntryKeys
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import join, producing, push_groups, threads
 from workers.process import warn_of_server
@@ -176,7 +176,7 @@ def test_a_run_whose_manifest_cannot_be_read_is_deleted_by_force(
     other = join(redis_url, f"{run}2")
     client = other.connection.scripts
     theirs = {key for key in client.scan_iter() if f"{{{other.name}".encode() in key}
-    client.hset(manifest_key(run), mapping=broken)
+    client.hset(EntryKeys(run).manifest, mapping=broken)
     assert call(redis_url, run, "runs", "delete") == 1
     assert call(redis_url, run, "runs", "delete", "--force") == 0
     assert f"deleted run {run}, whose manifest cannot be read: " in capsys.readouterr().out

@@ -30,7 +30,7 @@ from streamadv.status import read_status
 from streamadv.store import acl
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.store.keys import ShardKeys, key_patterns, manifest_key
+from streamadv.store.keys import EntryKeys, ShardKeys, key_patterns
 from streamadv.store.scripts import script_call
 from streamadv.trainer.queue import TrainerQueue
 from tests.chaos import scenario
@@ -113,7 +113,7 @@ def command_and_kind(words: list[str]) -> tuple[str, str]:
     shard = rest[0].partition("}:")[2].split(":")
     if rest[0] in ("streamadv:runs", "{streamadv:runs}:void"):
         return name, "runs" if rest[0] == "streamadv:runs" else "runs_void"
-    if rest[0] in (manifest_key(RUN), f"{{{RUN}}}:void"):
+    if rest[0] in (EntryKeys(RUN).manifest, f"{{{RUN}}}:void"):
         return name, "manifest" if shard == ["manifest"] else "manifest_void"
     kind = "dead_group" if shard[0] == "dead" and len(shard) > 1 else shard[0]
     return name, kind

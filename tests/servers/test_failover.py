@@ -8,7 +8,7 @@ from streamadv.producer import Producer
 from streamadv.run import open_run
 from streamadv.run.manifest import RunSettings
 from streamadv.store.connection import Connection
-from streamadv.store.keys import ShardKeys, manifest_key
+from streamadv.store.keys import EntryKeys, ShardKeys
 from streamadv.store.scripts import server_ids
 from tests.clusters import Cluster, Node, until
 from tests.flows import Flow
@@ -83,7 +83,7 @@ def test_a_producer_is_heard_at_home_while_another_primary_hangs(cluster: Cluste
         for number in range(100):
             joined = open_run(connection, f"{run}-{number}", RunSettings(shards=3))
             home = cluster.primary_of(joined.keys.home.void)
-            elsewhere = cluster.primary_of(manifest_key(joined.keys.run))
+            elsewhere = cluster.primary_of(EntryKeys(joined.keys.run).manifest)
             if home is not elsewhere:
                 break
         with Producer(connection, joined.keys.run) as producer:

@@ -14,7 +14,7 @@ from streamadv.producer import Producer
 from streamadv.producer import push as pushing
 from streamadv.run import open_run
 from streamadv.store.connection import Connection
-from streamadv.store.keys import manifest_key
+from streamadv.store.keys import EntryKeys
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.columns import HEADER
 from streamadv.trajectory.members import Checked
@@ -70,7 +70,7 @@ def test_every_role_refuses_a_run_of_another_schema_version(redis_url: str, run:
     with Connection(redis_url) as connection:
         with Producer(connection, run) as producer:
             push_groups(producer, 1)
-        connection.scripts.hset(manifest_key(run), "schema_version", json.dumps(SCHEMA_VERSION + 1))
+        connection.scripts.hset(EntryKeys(run).manifest, "schema_version", json.dumps(SCHEMA_VERSION + 1))
         before = {key: connection.scripts.dump(key) for key in connection.scripts.keys("*")}
         roles = (
             lambda: Producer(connection, run).open(),

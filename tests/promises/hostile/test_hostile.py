@@ -25,7 +25,7 @@ from streamadv.status import read_status
 from streamadv.status.causes import reasons_of
 from streamadv.status.exported import samples
 from streamadv.store.connection import Connection
-from streamadv.store.keys import RUNS, manifest_key
+from streamadv.store.keys import RUNS, EntryKeys
 from streamadv.trainer.queue import TrainerQueue
 from tests.support import (
     compute_all,
@@ -495,8 +495,8 @@ def test_what_others_wrote_cannot_move_the_cursor_or_forge_a_line(
         scripts.hset(keys.producers, f"you{CODES}", "1000 open")
         for field in ("pushed", "dropped:", "dead:", "outcome:", "scoring:"):
             scripts.hincrby(keys.ledger, f"{field}{CODES}", 7)
-        scripts.hset(manifest_key(run), f"column.{CODES}", "x")
-        scripts.hset(manifest_key(run), "dead_bytes", CODES)
+        scripts.hset(EntryKeys(run).manifest, f"column.{CODES}", "x")
+        scripts.hset(EntryKeys(run).manifest, "dead_bytes", CODES)
         scripts.hset(RUNS, CODES, "1")
         scripts.hset(RUNS, b"\xff" + CODES.encode(), CODES)
         scripts.zadd(keys.open, {f"late{CODES}": 1})
@@ -762,7 +762,7 @@ def test_a_run_has_no_more_scorers_than_a_shard_has_streams_for(redis_url: str, 
     """A producer may write this setting if nobody has given it."""
     joined = join(redis_url, run)
     names = [f"s{number}" for number in range(1000)]
-    joined.connection.scripts.hsetnx(manifest_key(run), "scorers", json.dumps(names))
+    joined.connection.scripts.hsetnx(EntryKeys(run).manifest, "scorers", json.dumps(names))
     joined.refresh()
     assert joined.manifest.scorers == ()
     assert [line for line in joined.manifest.ignored if "scorers" in line]

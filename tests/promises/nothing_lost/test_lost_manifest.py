@@ -26,7 +26,7 @@ from streamadv.run.manifest import RunSettings
 from streamadv.status import read_status
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
-from streamadv.store.keys import manifest_key
+from streamadv.store.keys import EntryKeys
 from streamadv.trainer.queue import TrainerQueue
 from streamadv.trajectory.packet import SCHEMA_VERSION
 from tests.clusters import until
@@ -170,7 +170,9 @@ def test_whoever_knows_another_number_of_shards_stops(redis_url: str, run: str) 
         until(lambda: len(roles.trained) == 4, "all are trained on")
         with client.pipeline(transaction=True) as pipe:
             pipe.flushall()
-            pipe.hset(manifest_key(run), mapping={"schema_version": str(SCHEMA_VERSION), "salts": "[0]"})
+            pipe.hset(
+                EntryKeys(run).manifest, mapping={"schema_version": str(SCHEMA_VERSION), "salts": "[0]"}
+            )
             pipe.execute()
         for number in range(8):  # on either shard
             with pytest.raises(ManifestMismatchError) as told:
@@ -213,10 +215,10 @@ def test_whoever_knows_another_value_stops(redis_url: str, run: str, name: str) 
     early = open_run(Connection(redis_url), run, RunSettings(**{name: mine}))
     with producing(redis_url, run) as pushing:
         client = early.connection.scripts
-        stored: Any = client.hgetall(manifest_key(run))
+        stored: Any = client.hgetall(EntryKeys(run).manifest)
         client.flushall()
         changed = {"salts": "[0]"} if name == "shards" else {name: other}
-        client.hset(manifest_key(run), mapping={**stored, **changed})
+        client.hset(EntryKeys(run).manifest, mapping={**stored, **changed})
         with pytest.raises(ManifestMismatchError, match=name) as told:
             early.refresh()
         with pytest.raises(ManifestMismatchError, match=name):
@@ -317,7 +319,7 @@ def test_what_cannot_be_read_in_the_manifest_is_ignored_and_named(
     with producing(redis_url, run) as pushing:
         early = join(redis_url, run)
         for name, value in JUNK.items():
-            early.connection.scripts.hsetnx(manifest_key(run), name, value)
+            early.connection.scripts.hsetnx(EntryKeys(run).manifest, name, value)
         push_groups(pushing, 2, prefix="early")
         group_all(early)
         group_all(join(redis_url, run))
@@ -350,7 +352,7 @@ def test_what_cannot_be_read_in_the_manifest_is_ignored_and_named(
 def test_a_manifest_without_salts_that_can_be_read_is_one_clear_error(
     redis_url: str, run: str, field: str, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    join(redis_url, run).connection.scripts.hset(manifest_key(run), field, value)
+    join(redis_url, run).connection.scripts.hset(EntryKeys(run).manifest, field, value)
     assert main(["status", "--redis", redis_url, "--run", run]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1

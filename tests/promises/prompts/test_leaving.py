@@ -94,7 +94,7 @@ def test_shares_are_not_counted_from_behind_the_next_prompt(redis_url: str, run:
     joined = join(redis_url, run)
     state = joined.keys.home.prompt_state(given.name)
     joined.connection.scripts.hset(state, mapping={"born": "anew", "next:1": 9, "from:1": 9, "selected": 1})
-    checkpoint = [given.name, given.to_text(), "before", 1, 0, 0, 0, 1, 0, 0, 2]
+    checkpoint = [given.name, given.text, "before", 1, 0, 0, 0, 1, 0, 0, 2]
     kinds = {f"prompt_{kind}": given.name for kind in ("state", "entries", "again", "given_up")}
     assert joined.home.call("set_back_prompts", ["0", *checkpoint], **kinds) == 1
     found: Any = joined.connection.scripts.hgetall(state)

@@ -22,7 +22,7 @@ NAMES = ("response_mask", "rollout_log_probs", "ref_log_probs")
 
 def end_to_end(stored: StoredGroups, layout: Layout) -> dict[str, Array]:
     columns = {}
-    pieces = layout.pieces()
+    pieces = layout.pieces()[0]
     for name in NAMES:
         dtype = next(iter(stored.columns.values()))[name].dtype
         columns[name] = np.empty(layout.num_tokens, dtype)

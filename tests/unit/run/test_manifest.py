@@ -12,7 +12,7 @@ from streamadv.errors import ManifestMismatchError, SettingError
 from streamadv.run import find_run, open_run
 from streamadv.run.manifest import DEFAULTS, RunSettings
 from streamadv.store.connection import Connection
-from streamadv.store.keys import manifest_key
+from streamadv.store.keys import EntryKeys
 
 VALUES: dict[str, tuple[Any, Any]] = {
     "group_deadline_s": (60, 61.5),
@@ -78,7 +78,7 @@ def test_runs_do_not_share_settings(fake: Connection) -> None:
 @pytest.mark.parametrize("version", [2, 99])  # in 2 deadlines are by the server's clock
 def test_another_schema_version_is_refused(fake: Connection, version: int) -> None:
     open_run(fake, "r")
-    fake.scripts.hset(manifest_key("r"), "schema_version", json.dumps(version))
+    fake.scripts.hset(EntryKeys("r").manifest, "schema_version", json.dumps(version))
     with pytest.raises(SettingError, match=f"schema version {version}, this release reads 3: finish it"):
         open_run(fake, "r")
 

@@ -10,7 +10,7 @@ import pytest
 from streamadv.cli.status import lines_of
 from streamadv.errors import EpochFencedError
 from streamadv.run import Run
-from streamadv.run.heartbeats import RANK_TIMEOUT_S, Doing, RankReport, heard_ranks
+from streamadv.run.heartbeats import RANK_TIMEOUT_S, REPORT, Doing, RankReport, heard_ranks
 from streamadv.status import read_status
 from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
@@ -56,7 +56,7 @@ def until_heard(run: Run, state: str) -> Trainer:
 
 
 def attend(run: Run, rank: int, report: RankReport, fence: str = "1 1-nonce") -> None:
-    run.home.call("attend", [fence, rank, report.to_json()])
+    run.home.call("attend", [fence, rank, REPORT.dump_json(report)])
 
 
 def test_a_run_without_a_trainer_says_so(run: Run) -> None:
@@ -130,13 +130,16 @@ def test_a_deleted_run_stays_deleted(fake: Connection, run: Run) -> None:
 
 def test_what_others_write_among_the_heartbeats_is_not_read() -> None:
     sound = RankReport(2, "trains", 3, 1.5)
-    assert RankReport.parse(sound.to_json()) == sound
-    said = f"1000 {sound.to_json()}"
+    said = f"1000 {REPORT.dump_json(sound).decode()}"
     wrong = json.dumps({"world_size": 2, "doing": "sleeps", "batch": 1, "batch_s": 1})
     negative = json.dumps({"world_size": 0, "doing": "waits", "batch": 1, "batch_s": 1})
     session = {
         **{"rank:0": said, "rank:1": "1000 {", "rank:7": said, "rank:x": said, "rank:": said, "other": said},
-        **{"rank:2": f"x {sound.to_json()}", "rank:3": f"1000 {wrong}", "rank:4": f"1000 {negative}"},
+        **{
+            "rank:2": f"x {REPORT.dump_json(sound).decode()}",
+            "rank:3": f"1000 {wrong}",
+            "rank:4": f"1000 {negative}",
+        },
     }
     heard = heard_ranks(session, 3000)
     assert list(heard) == [0]  # rank 7 belongs to an earlier job, which had more ranks

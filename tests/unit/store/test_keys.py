@@ -21,7 +21,6 @@ from streamadv.store.keys import (
     check_run_name,
     find_salt,
     key_patterns,
-    manifest_key,
 )
 
 
@@ -47,8 +46,8 @@ def test_all_keys_of_a_shard_share_a_slot_and_shards_have_their_own_part_of_the_
 def test_keys_are_all_different() -> None:
     keys = keys_of("r", 3)
     names = [name for shard in keys.shards for name in {*every_key(shard)}]
-    assert len(names) == len({*names, manifest_key("r"), EntryKeys("r").manifest_void}) - 2
-    assert key_slot(manifest_key("r").encode()) == key_slot(EntryKeys("r").manifest_void.encode())
+    assert len(names) == len({*names, EntryKeys("r").manifest, EntryKeys("r").manifest_void}) - 2
+    assert key_slot(EntryKeys("r").manifest.encode()) == key_slot(EntryKeys("r").manifest_void.encode())
 
 
 @given(group_id=st.text(min_size=1), shards=st.integers(1, 5))
@@ -85,9 +84,9 @@ def test_patterns_match_every_key_of_the_run_and_of_no_other() -> None:
     named = {name for name in vars(ShardKeys) if not name.startswith("_")} - {"tag"}
     assert named == {kind for kind in patterns if not kind.startswith("manifest")}
     keys = [key for shard in keys_of(run, 3).shards for key in every_key(shard)]
-    for key in [*keys, manifest_key(run), EntryKeys(run).manifest_void]:
+    for key in [*keys, EntryKeys(run).manifest, EntryKeys(run).manifest_void]:
         assert any(fnmatchcase(key, pattern) for pattern in patterns.values()), key
     for other in ("exp/10", "exp/", "xexp/1", "EXP/1"):
         for shard in keys_of(other, 2).shards:
-            for key in [*every_key(shard), manifest_key(other)]:
+            for key in [*every_key(shard), EntryKeys(other).manifest]:
                 assert not any(fnmatchcase(key, pattern) for pattern in patterns.values()), key

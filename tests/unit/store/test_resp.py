@@ -48,8 +48,8 @@ def test_the_bytes_are_those_redis_py_sends(command: str | bytes, args: list[Any
 
 def test_a_large_value_is_sent_from_where_it_lies() -> None:
     array = np.arange(LARGE, dtype=np.int32)
-    chunks = Packer().pack("HSET", "key", "small", b"1", "large", array.data)
-    assert [chunk.obj for chunk in chunks if isinstance(chunk, memoryview)] == [array]
+    pieces, _ = pack_transaction([("key", {"small": b"1", "large": array})], ["PING"])
+    assert [chunk.obj for chunk in gathered(pieces) if isinstance(chunk, memoryview)] == [array]
 
 
 @pytest.mark.parametrize("arg", [None, True, object(), [1]])

@@ -14,7 +14,7 @@ from streamadv.grouping.layout import Layout
 from streamadv.run import Run
 from streamadv.run.packets import REPLY_BYTES
 from streamadv.store.connection import Connection
-from streamadv.store.keys import manifest_key
+from streamadv.store.keys import EntryKeys
 from streamadv.trainer import fetch as module
 from streamadv.trainer.fetch import FetchedShare
 from streamadv.trainer.plan import Rank, Share, share_of
@@ -30,7 +30,7 @@ NAMES = ("input_ids", "response_mask", "rollout_log_probs", "ref_log_probs")
 def joined(fake: Connection) -> Run:
     """A run that has registered the extra column of `StoredGroups`."""
     run = join(fake, "r")
-    fake.scripts.hset(manifest_key("r"), "column.pictures", '["<i8", [2], false]')
+    fake.scripts.hset(EntryKeys("r").manifest, "column.pictures", '["<i8", [2], false]')
     return run
 
 
@@ -166,7 +166,9 @@ def test_a_packet_that_announces_more_than_its_bytes_is_refused_before_memory_is
     joined: Run,
 ) -> None:
     stored = StoredGroups(0, 2)
-    joined.connection.scripts.hset(manifest_key("r"), "column.pictures", '["<f8", [1000000, 1000], true]')
+    joined.connection.scripts.hset(
+        EntryKeys("r").manifest, "column.pictures", '["<f8", [1000000, 1000], true]'
+    )
     share = share_of(Layout.of(stored.groups), None, Rank(0, 1, CPU))
     with pytest.raises(UndecodableGroupError, match="columns are larger than the payload"):
         FetchedShare(joined, share, CPU)

@@ -63,7 +63,7 @@ def test_integers_of_numpy_are_integers(fake: Connection) -> None:
     with pytest.raises(SettingError, match="batch_groups is -4, needs a whole number, 1 or more"):
         TrainerQueue(fake, "r", batch_groups=np.int64(-4))  # type: ignore[arg-type]
     of_set = Prompts(["a"], epochs=np.int64(2), shuffle=np.int64(7)).set  # type: ignore[arg-type]
-    assert of_set.to_text() == Prompts(["a"], epochs=2, shuffle=7).set.to_text()
+    assert of_set.text == Prompts(["a"], epochs=2, shuffle=7).set.text
 
 
 @pytest.mark.parametrize(
