@@ -93,7 +93,6 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
         chosen["trajectory"] = torch.from_numpy(is_published[layout.group]).to(device)
         chosen["step"] = chosen["trajectory"][batch.steps.trajectory]
         chosen["row"] = chosen["trajectory"][batch.row_trajectory]
-        chosen["token"] = chosen["row"][batch.token_row]
 
     def pick(level: str, values: Tensor) -> Array:
         picked = values[chosen[level]] if chosen else values
@@ -109,6 +108,8 @@ def compute(prepared: PreparedItem, device: torch.device) -> ComputedItem:
             tokens[name] = values
         elif values is not None:
             results[name] = pick(result.level, values).tobytes()
+    if chosen and tokens:
+        chosen["token"] = chosen["row"][batch.token_row]
     picked = {name: pick("token", values) for name, values in tokens.items()}
     outputs = {name: array.data.cast("B") for name, array in picked.items() if array.size}
     kept = results_of_groups(published, prepared.share_kept, chain.level, results, outputs)

@@ -3,6 +3,7 @@
 Commit counts a batch's groups as trained and deletes what is stored of them, or keeps it to be looked at. A group is
 dropped when a batch is named; one excluded from a named batch becomes a dead letter, a single trajectory is left out.
 Repeating any of this changes nothing: only the call that deletes the entry of the groups log counts its group.
+`DroppedGroups` has figures for the trainer, and lines of the log, about what rank 0 dropped.
 """
 
 from __future__ import annotations

@@ -124,7 +124,10 @@ class Progress:
         self.has_prompts = False  # whether some are in the weights, of which `groups` may have forgotten all
         self.is_set_back = False  # to a checkpoint older than what the run had committed
         self.set_back_at = -math.inf  # when prompts were
-        self.sets_back: set[str] = set()  # those of prompts that there were then
+        self.sets_of_branch: tuple[int, set[str]] = (
+            0,
+            set(),
+        )  # the branch, and sets of prompts there were as it began
 
     @property
     def fence(self) -> str:

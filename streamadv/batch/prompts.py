@@ -84,8 +84,8 @@ class RunPrompts:
                     f"prompts {name} of the checkpoint are not those of the run: {difference}: give what producers "
                     "play now another name=, or start the trainer without the checkpoint"
                 )
-        if progress.begins_branch:
-            progress.sets_back = set(sets)
+        if progress.sets_of_branch[0] != progress.branch:  # however often the run has to be taken
+            progress.sets_of_branch = (progress.branch, set(sets))
         for prompts in sets.values():
             saved = progress.prompts.get(prompts.name, {})
             if self._set_back(prompts, saved, progress):
@@ -110,7 +110,7 @@ class RunPrompts:
                 ended.append(item)
         args = [progress.fence, prompts.name, prompts.text, saved.get("born", ""), progress.branch]
         saved_in = progress.loaded_epoch if progress.loaded else progress.epoch
-        is_older = progress.is_set_back and prompts.name in progress.sets_back
+        is_older = progress.is_set_back and prompts.name in progress.sets_of_branch[1]
         args += [-1 if is_older else saved_in, saved.get("given_up", 0), int(saved.get("is_back", False))]
         args += [len(following), len(counters), len(begun), *following]
         args += [part for pair in counters.items() for part in pair]

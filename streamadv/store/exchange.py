@@ -348,11 +348,11 @@ def as_buffer(value: Any) -> bytes | memoryview:
     return memoryview(value).cast("B") if value.nbytes else b""
 
 
-def _encoded(arg: Any) -> bytes:
+def _encoded(arg: Any) -> bytes | memoryview:
     if isinstance(arg, str):
         return arg.encode()
     if isinstance(arg, memoryview | bytearray):
-        return bytes(arg)
+        return memoryview(arg).cast("B")
     if isinstance(arg, int | float) and not isinstance(arg, bool):
         return str(arg).encode()
     raise DataError(f"cannot send a {type(arg).__name__} to Redis: give text, bytes or a number")

@@ -98,9 +98,9 @@ class Collector:
         computed = self._computed(record)
         if computed is None:
             return None
-        if self.ahead:
-            self.ahead.thread.join()
-        fetched = self.ahead.fetched if self.ahead else None
+        if (ahead := self.ahead) is not None:  # `stop` may forget it meanwhile
+            ahead.thread.join()
+        fetched = None if ahead is None else ahead.fetched
         since = tracing.now()
         try:
             batch = deliver(session.run, computed, self._rank, self._late, fetched, session.progress.fence)

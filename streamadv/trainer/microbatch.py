@@ -39,7 +39,7 @@ class Columns:
         return name in self.columns
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class References:
     """References of the members of a layout, or of those at `positions`, which may repeat. Made at the first look."""
 

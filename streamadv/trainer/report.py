@@ -24,7 +24,7 @@ from ..status.model import Ledger
 from ..store.retry import RETRYABLE
 from .microbatch import Batch
 
-#: What names of metrics may not have, so that every logger takes them: MLflow refuses other characters.
+#: What names of metrics may not have (a data source may), so that every logger takes them: MLflow refuses it.
 NOT_IN_NAMES: Final = re.compile(r"[^\w\-. :/]")
 _TAG: Final = "training/off_policy"
 

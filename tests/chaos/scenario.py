@@ -315,6 +315,7 @@ def worker(world: World) -> Life:
     while True:
         for entry in consumer.read(1):
             prepared = prepare(run, entry)
+            assert prepared is not None, entry
             publish(run, computing.compute_safely(run, prepared, cpu))
             consumer.done([entry])
         yield

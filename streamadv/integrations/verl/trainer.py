@@ -107,9 +107,11 @@ class QueuePPOTrainer(PPOTrainer):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        loaded = None if self.global_steps == 0 else self._checkpoint()
-        if loaded is not None and self.config.trainer.resume_mode == "resume_path":
+        loaded = None
+        if self.global_steps and self.config.trainer.resume_mode == "resume_path":
             loaded = Path(self.config.trainer.resume_from_path)
+        elif self.global_steps:
+            loaded = self._checkpoint()
         self.replay_buffer.begin(
             self.global_steps,
             loaded,

@@ -117,7 +117,8 @@ for _, it in ipairs(ends) do
     redis.call('ZADD', keys.prompt_again, whole(it.position), it.item)
     note_try(try + 1)
     count_up('again:' .. outcome, it, 1)
-    if not is_fault then redis.call('HSET', keys.prompt_state, 'is_back', '1') end
+    -- A resume from the newest checkpoint rolls back, too: what comes back then may be left as any other prompt.
+    if not is_fault and number_of('branch') > 0 then redis.call('HSET', keys.prompt_state, 'is_back', '1') end
   end
 end
 

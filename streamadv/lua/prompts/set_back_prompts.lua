@@ -18,10 +18,26 @@ local is_lost = born ~= '' and redis.call('HGET', keys.prompt_state, 'born') ~= 
 local is_older = tonumber(ARGV[6]) < number_of('branch') and redis.call('HGET', keys.prompt_state, 'branch') ~= branch
 if not (is_lost or is_older) then return 0 end
 
+-- Prompts below `next` have ended unless they have an entry; above it those have whose entry says so.
+local function count_ended()
+  local count, flat = 0, redis.call('HGETALL', keys.prompt_entries)
+  for source = 1, sources do count = count + number_of('next:' .. source) end
+  for i = 1, #flat, 2 do
+    local source, position = string.match(flat[i], '^(%d+) (%d+)$')
+    if flat[i + 1] == 'ended' then
+      count = count + 1
+    elseif source and tonumber(position) < number_of('next:' .. source) then
+      count = count - 1
+    end
+  end
+  return count
+end
+local ended_before = count_ended()
+
 -- What is begun from now on has ids of its own, if an older one may be among what has ended.
 local base = is_older and number_of('tries') or number_of('base')
 local at = 11 + sources
-local to_play, in_play = {}, {}  -- the latter: source -> prompts that go on though `next` goes back behind them
+local to_play = {}
 for i = at + 2 * counters + 1, at + 2 * counters + begun do to_play[ARGV[i]] = true end
 local flat = redis.call('HGETALL', keys.prompt_entries)
 for i = 1, #flat, 2 do
@@ -31,18 +47,14 @@ for i = 1, #flat, 2 do
   if (has_ended and (is_older or is_begun)) or (is_begun and not to_play[item]) then
     redis.call('HDEL', keys.prompt_entries, item)
     redis.call('ZREM', keys.prompt_again, item)
-  elseif source and not has_ended and not is_begun then
-    in_play[tonumber(source)] = (in_play[tonumber(source)] or 0) + 1
   end
   if not (has_ended and is_older) then to_play[item] = nil end
 end
-local came_back = ARGV[8] == '1'  -- what the run had ended or begun
 for item in pairs(to_play) do
   local source, position = string.match(item, '^(%d+) (%d+)$')
   -- A run that has lost its prompts has begun some anew, and these may have ended.
   if is_older or tonumber(position) >= number_of('next:' .. source) then
     play_again(item, base, 0)
-    came_back = came_back or is_older
   end
 end
 for i = at + 2 * counters + begun + 1, #ARGV do redis.call('HSET', keys.prompt_entries, ARGV[i], 'ended') end
@@ -60,7 +72,6 @@ for i = at + 1, at + 2 * counters, 2 do
   redis.call('HSET', keys.prompt_state, ARGV[i], whole(math.max(tonumber(ARGV[i + 1]), number_of(ARGV[i]))))
 end
 for source, position in ipairs(following) do
-  came_back = came_back or is_older and number_of('next:' .. source) > position + (in_play[source] or 0)
   local back = math.max(number_of('back:' .. source), number_of('next:' .. source))
   redis.call('HSET', keys.prompt_state, 'next:' .. source, whole(position), 'back:' .. source, whole(back))
   redis.call('HDEL', keys.prompt_state, 'weight:' .. source, 'from:' .. source)
@@ -69,7 +80,8 @@ redis.call('HDEL', keys.prompt_state, 'selected')  -- weights are selected anew
 redis.call('HSET', keys.prompt_state, 'base', whole(base), 'branch', branch,
   'given_up', whole(math.max(number_of('given_up'), tonumber(ARGV[7]))))
 if born ~= '' then redis.call('HSET', keys.prompt_state, 'born', born) end
-if came_back then redis.call('HSET', keys.prompt_state, 'is_back', '1') end
+-- What is in play goes on, so only what had ended can come back.
+if ARGV[8] == '1' or is_older and ended_before > count_ended() then redis.call('HSET', keys.prompt_state, 'is_back', '1') end
 note_try(base)
 redis.call('HSETNX', keys.prompts, name, description)
 return 1

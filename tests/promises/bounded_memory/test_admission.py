@@ -46,7 +46,7 @@ def reserved(run: Run) -> int:
 
 
 def live(run: Run) -> int:
-    return sum(shard.count("live_bytes") for shard in read_shards(run))
+    return sum(shard.counters["live_bytes"] for shard in read_shards(run))
 
 
 def started(

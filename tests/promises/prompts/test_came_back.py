@@ -322,3 +322,59 @@ def test_a_run_that_has_lost_all_after_prompts_came_back_waits_as_before(tmp_pat
             queue.load_state_dict(state)
             queue.open()
             assert stored(join(server.url, run)).is_back
+
+
+def test_prompts_that_were_in_play_come_back_once_they_have_ended(redis_url: str, run: str) -> None:
+    """The first return to the checkpoint finds them in play, the second one trained on."""
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = (
+            join(redis_url, run),
+            producer.prompts(sa.Prompts(range(2), shuffle=None), SIZE),
+        )
+        with queue_of(redis_url, run, commit="manual") as queue:
+            older = copy_of(queue)
+            queue.commit(older)
+            in_play = [next(groups)[1] for _ in range(2)]
+            for _ in range(2):
+                producer.begin_group(SIZE).run(lambda rollout: rollout.push(**record(rollout)), threads=1)
+            train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+        with queue_of(redis_url, run, commit="manual") as queue:
+            queue.load_state_dict(older)
+            queue.open()
+            assert not stored(joined).is_back
+            for group in in_play:
+                group.run(lambda rollout: rollout.push(**record(rollout)), threads=1)
+            train(queue, joined, 1)
+            queue.commit(queue.state_dict())
+        groups.close()
+        producer.finish()
+    with queue_of(redis_url, run, commit="manual") as queue:
+        queue.load_state_dict(older)
+        with pytest.raises(NoBatchError, match=r"of prompts train 2 are left, .*prompts_left"):
+            next_batch(queue, joined)
+
+
+def test_what_the_newest_checkpoint_rolls_back_may_be_left(redis_url: str, run: str) -> None:
+    """A batch was trained on and in no checkpoint when the trainer was killed."""
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = (
+            join(redis_url, run),
+            producer.prompts(sa.Prompts(range(40), shuffle=None), SIZE),
+        )
+        with queue_of(redis_url, run, commit="manual", prefetch=0) as queue:
+            play(groups, 4)
+            train(queue, joined, 1)
+            newest = copy_of(queue)
+            queue.commit(newest)
+            train(queue, joined, 1)
+            heartbeat(producer)
+            play(groups, 2)  # of the version that is lost
+            group_all(joined)
+        groups.close()
+        producer.finish()
+    with queue_of(redis_url, run, commit="manual", prefetch=0) as queue:
+        queue.load_state_dict(newest)
+        train(queue, joined, 1)
+        queue.commit(queue.state_dict())
+        assert next_batch(queue, joined) is None
