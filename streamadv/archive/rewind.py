@@ -24,7 +24,7 @@ from ..batch.record import BatchRecord, work_items
 from ..errors import StreamadvError, WireError
 from ..grouping.groups_log import LoggedGroup, parse_groups
 from ..grouping.layout import Layout, place
-from ..messages import first_problem
+from ..messages import counted, first_problem
 from ..run.consumer import Entry
 from ..run.kept import RESULTS_OF, Numbers, unpack_results
 from ..status.kept import count_at
@@ -35,7 +35,6 @@ from ..trainer.plan import Rank, Share, share_of
 from ..trajectory.columns import KNOWN_COLUMNS, OUTPUT_COLUMNS, Array
 from ..trajectory.members import offsets
 from ..trajectory.packet import StoredPacket
-from ..units import counted
 from .folder import Source
 
 #: Groups that a message names.

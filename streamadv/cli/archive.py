@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..archive.folder import create_folder
-from ..units import counted
+from ..messages import counted
 from . import add_process_options, connect, settings_from
 
 

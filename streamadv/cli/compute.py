@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from .. import doors
 from ..errors import SettingError, TrajectoryError
 from ..extras import TO_COMPUTE
+from ..messages import counted
 from ..trajectory.interchange import write_trajectory
 from ..trajectory.schema import Role, Trajectory
-from ..units import counted
 from . import add_import_option
 from .files import Advance, add_format_option, number_in, progress, trajectories_of
 

@@ -16,12 +16,12 @@ from .. import metrics
 from ..errors import NoBatchError, SettingError
 from ..extras import TO_COMPUTE
 from ..logs import announce
+from ..messages import counted
 from ..run import find_run
 from ..status import read_status
 from ..store.connection import Connection
 from ..store.retry import patiently
 from ..trajectory.interchange import recover, write_trajectory
-from ..units import counted
 from . import add_process_options, connect, settings_from
 from .compute import add_chain_options, chain_from
 from .files import Advance, progress

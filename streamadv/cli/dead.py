@@ -10,11 +10,10 @@ from typing import Any
 
 from ..errors import NotPermittedError, SettingError, StreamadvError
 from ..logs import announce
-from ..messages import printable
+from ..messages import counted, printable, seconds_text, size_text
 from ..prompts.stored import carry_ends, check_requeue
 from ..run import Run
 from ..run.dead_letters import MALFORMED, list_dead, purge, requeue, show_dead
-from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, joined
 from .files import progress
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..errors import SettingError
-from ..messages import did_you_mean
+from ..messages import did_you_mean, parse_size
 from ..settings import run_name
-from ..units import parse_size
 
 WRONG_USAGE: Final = 2
 #: In front of each command of `streamadv up`.

@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ..errors import StreamadvError
-from ..messages import printable
+from ..messages import counted, printable, seconds_text
 from ..prompts.figures import TriesSeen, by_prompt, by_source
 from ..prompts.stored import read, read_sets
 from ..status.prompts import AGAIN, IN_PLAY, SourceProgress, read_ends, read_lines, read_progress
-from ..units import counted, seconds_text
 from . import add_one_shot_options, joined
 
 

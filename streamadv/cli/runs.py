@@ -12,14 +12,13 @@ from typing import Any, Final
 from redis.exceptions import NoPermissionError, ResponseError
 
 from ..errors import SettingError, StreamadvError
-from ..messages import printable
+from ..messages import counted, printable, seconds_text, size_text
 from ..run import Run, find_run, open_run
 from ..run.manifest import DEFAULTS, RunSettings
 from ..status import Status, read_status
 from ..status.audit import delete_run
 from ..store.keys import RUNS
 from ..store.replies import as_int, as_text, as_texts
-from ..units import counted, seconds_text, size_text
 from . import add_one_shot_options, connect, joined, settings_from
 from .files import in_columns
 from .parser import count, count_or_none, names, shares, size

@@ -10,12 +10,11 @@ from typing import Any, Final
 from pydantic_core import to_json
 
 from ..errors import StreamadvError
-from ..messages import printable
+from ..messages import counted, printable
 from ..run import Run
 from ..status.kept import advantage_range, read_trajectories, turns_of, why
 from ..status.seen import PLACES, SeenGroup, find_group, read_groups_at
 from ..trajectory.schema import Trajectory
-from ..units import counted
 from ..view.texts import Ids, open_tokenizer
 from . import add_one_shot_options, joined
 from .files import in_columns

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
-from ..messages import printable
+from ..messages import counted, printable, seconds_text, size_text
 from ..run import Run
 from ..run.heartbeats import HEARD_S
 from ..run.manifest import Manifest
@@ -20,7 +20,6 @@ from ..status import Status, read_status
 from ..status.audit import Audit, audit
 from ..status.causes import ordinary_wait, reasons_of, unsaved
 from ..store.retry import patiently
-from ..units import counted, seconds_text, size_text
 from . import FAILED, INTERRUPTED, add_one_shot_options, joined
 from .prompts import line_of
 

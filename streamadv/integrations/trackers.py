@@ -34,7 +34,7 @@ MAX_CHARS: Final = 20_000
 
 
 class Backend(Protocol):
-    """A tracker, with figures and rollouts of a version; rows have the values of COLUMNS. After `close` all is logged."""
+    """A tracker, with figures and rollouts of a version; rows have the values of COLUMNS. `close` flushes."""
 
     def log(self, version: int, metrics: Mapping[str, float]) -> None: ...
     def table(self, version: int, rows: Sequence[Sequence[Any]]) -> None: ...

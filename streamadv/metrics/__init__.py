@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..forks import renewed_at_fork
+from ..doors import renewed_at_fork
 from . import instruments
 from .collectors import Blockers, child
 from .endpoints import NotReady, serve_metrics

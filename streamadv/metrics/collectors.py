@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .. import clock
-from ..forks import renewed_at_fork
+from ..doors import renewed_at_fork
 
 #: Returns (who, reason) of everybody in this process who is blocked now; the first word of who is a stage.
 Blockers = Callable[[], Iterable[tuple[str, str]]]

@@ -25,8 +25,8 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ..doors import renewed_at_fork
 from ..errors import SettingError
-from ..forks import renewed_at_fork
 from ..messages import log_fields
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from prometheus_client import (
     ProcessCollector,
 )
 
-from ..forks import renewed_at_fork
+from ..doors import renewed_at_fork
 from ..version import __version__
 from .collectors import ArrayHistogram, Blocked, Registry, Waits, child
 

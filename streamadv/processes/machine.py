@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Final
 
 from .. import logs
-from ..units import counted
+from ..messages import counted
 from .worker import GRACE_S, Kept, worker_command
 
 LOOK_S: Final = 0.1

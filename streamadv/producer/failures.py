@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .. import clock
+from ..doors import renewed_at_fork
 from ..errors import StreamadvError, TrajectoryError
-from ..forks import renewed_at_fork
 from ..messages import log_fields, one_line, place_of
 
 logger = logging.getLogger(__name__)

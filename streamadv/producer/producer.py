@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from .. import doors
+from ..doors import renewed_at_fork
 from ..errors import ProducerClosedError, RunEndedError, StreamadvError
-from ..forks import renewed_at_fork
 from ..run.manifest import RunSettings
 from ..settings import run_name
 from ..store.connection import AsyncConnection, Connection

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .. import clock
+from ..doors import renewed_at_fork
 from ..errors import Busy, NotPermittedError, StreamadvError
-from ..forks import renewed_at_fork
 from ..messages import log_fields
 from ..run.heartbeats import SETTLE_S
 from ..store.keys import ShardKeys

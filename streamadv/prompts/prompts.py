@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
+from ..doors import renewed_at_fork
 from ..errors import SettingError, StreamadvError
-from ..forks import renewed_at_fork
 from ..messages import brief, whole_number
 from .figures import TriesSeen
 from .spec import PromptSet, plain

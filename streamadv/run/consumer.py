@@ -20,10 +20,9 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import ResponseError
 
 from .. import clock, doors, metrics
-from ..messages import log_fields
+from ..messages import counted, log_fields
 from ..store.keys import LAST_ID, ShardKeys
 from ..store.retry import RETRYABLE, SERVER_ERRORS, Outage
-from ..units import counted
 from .run import Run, Shard
 
 #: Owns entries that were given back: anybody may take them at once.

@@ -27,13 +27,12 @@ from pydantic import (
 )
 
 from ..errors import ManifestMismatchError, SettingError
-from ..messages import brief, first_problem, unknown_field
+from ..messages import brief, first_problem, size_or_other, unknown_field
 from ..store.keys import EntryKeys, RunKeys, check_run_name, find_salt
 from ..store.scripts import ScriptCall, script_call
 from ..trajectory.fields import ShortText
 from ..trajectory.packet import REWARD, SCHEMA_VERSION
 from ..trajectory.schema import MAX_GROUP_SIZE
-from ..units import size_or_other
 
 Size = Annotated[int, BeforeValidator(size_or_other)]  # also as "4gb"
 ScorerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]

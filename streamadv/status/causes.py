@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Self
 
+from ..messages import counted, seconds_text
 from ..metrics import KEPT
 from ..run import Run
 from ..run.heartbeats import HEARD_S, PRODUCER_TIMEOUT_S
 from ..run.run import by_reason
 from ..store.reasons import REASONS, Reason, pasteable
-from ..units import counted, seconds_text
 from .model import Ledger, Status
 
 #: Outcomes of lost groups, by the reason of a wait for other groups.

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Self
 
 from ..grouping.housekeeping import Loss
+from ..messages import seconds_text
 from ..run.run import QUEUED, by_reason
-from ..units import seconds_text
 from .evaluations import Evaluation
 from .prompts import SourceProgress
 

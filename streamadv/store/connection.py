@@ -21,8 +21,8 @@ import redis.asyncio.cluster
 import redis.cluster
 import redis.exceptions
 
+from ..doors import renewed_at_fork
 from ..errors import ServerUnreachableError, SettingError
-from ..forks import renewed_at_fork
 from . import tls
 from .clients import SOCKET_TIMEOUT, make_async_client, make_client, sentinels_of
 from .pipelined import Pipelined

@@ -30,7 +30,7 @@ from redis.retry import Retry
 
 from ..errors import ServerError, SettingError
 from ..launcher import ending_with_parent, log_tail
-from ..units import parse_size
+from ..messages import parse_size
 from .acl import password_hash
 from .urls import complete_url, host_and_port
 

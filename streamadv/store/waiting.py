@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from .. import clock, doors, metrics
-from ..forks import renewed_at_fork
+from ..doors import renewed_at_fork
 from ..messages import log_fields
 from .reasons import Reason, listed
 

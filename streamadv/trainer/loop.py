@@ -14,13 +14,12 @@ from .. import clock, doors
 from ..batch.leader import Leader
 from ..batch.session import NotHeldError
 from ..errors import NoBatchError, ServerUnreachableError, StarvedError
-from ..messages import log_fields
+from ..messages import counted, log_fields
 from ..status.causes import why_nothing_was_kept
 from ..status.watchdog import Limits, Watchdog, why_no_batch
 from ..store.reasons import Reason
 from ..store.retry import RETRYABLE, Outage, T
 from ..store.waiting import Blocked, Wait
-from ..units import counted
 from .collect import STAGE, Collector
 from .late_columns import LateColumn
 from .microbatch import Batch

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import Any, Final, Literal
 
 from .. import clock
+from ..messages import counted, seconds_text
 from ..run import Run
 from ..status import Status, read_status
 from ..status.causes import ordinary_wait, reasons_of, unsaved
 from ..store.reasons import Reason
-from ..units import counted, seconds_text
 from .book import Book, batches_of
 
 #: Readings that rates and curves are made of.

@@ -12,8 +12,7 @@ from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..messages import printable
-from ..units import counted, seconds_text, size_text
+from ..messages import counted, printable, seconds_text, size_text
 from .book import Line
 
 FOLDER: Final = Path(__file__).parent

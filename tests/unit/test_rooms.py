@@ -13,7 +13,7 @@ import pytest
 
 #: Earlier rooms first. ARCHITECTURE.md says what is in each.
 ROOMS = (
-    "version", "errors", "clock", "messages", "logs", "units", "doors", "forks", "launcher", "extras", "tracing",
+    "version", "errors", "clock", "messages", "logs", "doors", "launcher", "extras", "tracing",
     "plugins", "program", "weights", "trajectory", "metrics", "store", "settings", "run", "prompts", "producer",
     "grouping", "algorithms", "losses", "padded", "batch", "advantage", "status", "trainer", "archive", "view",
     "processes", "integrations", "gateway", "demo", "cli", "testing",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from streamadv.errors import SettingError
+from streamadv.messages import counted, parse_size, seconds_text, size_text
 from streamadv.run.manifest import RunSettings
-from streamadv.units import counted, parse_size, seconds_text, size_text
 
 
 @pytest.mark.parametrize(
