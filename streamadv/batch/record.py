@@ -189,9 +189,8 @@ def work_items(record: BatchRecord) -> list[WorkItem]:
             for pointer in record.in_shard(shard):
                 trajectories += pointer.trajectories
                 size += pointer.tokens * token_bytes
-                if (
-                    trajectories > ITEM_TRAJECTORIES or size > ITEM_BYTES
-                ):  # a larger group is a part of its own
+                if trajectories > ITEM_TRAJECTORIES or size > ITEM_BYTES:
+                    # A larger group is a part of its own.
                     parts.append((shard, []))
                     trajectories, size = pointer.trajectories, pointer.tokens * token_bytes
                 parts[-1][1].append(pointer)

@@ -68,9 +68,8 @@ class Turns:
         session.cut_at = None
         try:
             answer = None
-            if (
-                asked.is_retry
-            ):  # what it got before: from here, from another gateway, or after its client had gone
+            if asked.is_retry:
+                # What it got before: from here, from another gateway, or after its client had gone.
                 await self._sessions.refresh(session)
                 before = (turn.answer for turn in reversed(session.turns) if turn.digest == asked.digest)
                 answer = next(before, None)

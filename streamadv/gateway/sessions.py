@@ -293,9 +293,8 @@ class Sessions:
                             await self._producer.touch(session.ticket.group_id, idle_s)
                     elif session.cut_at is not None and now - session.cut_at > self._options.grace_s:
                         await self.fail(session, "aborted", "its client went away in the middle of an answer")
-                    elif (
-                        now - session.seen > idle_s
-                    ):  # the group's deadline ends it, if no other gateway plays it
+                    elif now - session.seen > idle_s:
+                        # The group's deadline ends it, if no other gateway plays it.
                         self._open.pop(session.name, None)
                         self._release(session)
                 except Exception as error:

@@ -7,12 +7,12 @@ row of the turns before, so that the turns of a rollout take about as many bytes
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import groupby
-from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from ..producer.requests import Steps
 from ..producer.tickets import GroupSpec, Ticket
 from ..store.scripts import ScriptCall, script_call
 
-_LENGTH: Final = Struct("<I")
+_LENGTH: Final = struct.Struct("<I")
 #: Rows that a prompt is compared with, the latest ones.
 ROWS: Final = 8
 #: Turns that one call appends: a script may take so many arguments.
@@ -76,13 +76,13 @@ def pack(turn: Turn, episode: Episode) -> bytes:
 
 def unpack(data: bytes, episode: Episode) -> Turn:
     """The turn that `pack` packed. episode: of the turns before. Raises WireError."""
-    reader = BytesIO(data)
 
     def numbers(kind: str, count: int) -> list[Any]:
         found: list[Any] = np.frombuffer(reader.read(4 * count), kind, count).tolist()
         return found
 
     try:
+        reader = BytesIO(data)
         (length,) = _LENGTH.unpack(reader.read(_LENGTH.size))
         head = json.loads(reader.read(length))
         before = [] if head["row"] is None else episode.rows[head["row"]][: head["kept"]]
@@ -97,7 +97,7 @@ def unpack(data: bytes, episode: Episode) -> Turn:
         return Turn(
             choices, head["digest"], head["chains"], head["messages"], head["agent"], head["joins"], answer
         )
-    except (ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, IndexError, zlib.error, struct.error) as error:
         raise WireError(f"a turn of the rollout cannot be read: {type(error).__name__} {error}") from None
 
 

@@ -212,9 +212,8 @@ class Admission:
                 while reply[0] == b"layout":  # the shard does not know how many the run has
                     yield from membership.confirm_layout()
                     reply = yield request
-            except (
-                BaseException
-            ):  # also when the steps are closed: no reply has come, and the groups may be open
+            except BaseException:
+                # Also when the steps are closed: no reply has come, and the groups may be open.
                 self.leave_unclaimed(call, spec.group_id, *call.others)
                 raise
             if groups_elsewhere is not None or membership.shards == 1 or not is_over_share(reply):

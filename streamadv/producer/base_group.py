@@ -335,7 +335,6 @@ class BaseGroup(Generic[R]):
         """ticket: the first one of a group that has just been begun."""
         self._producer = producer
         self._slots = Slots(producer._logic, ticket, range(ticket.slots))
-        self._rollouts: list[R] = []
         self.group_id = ticket.group_id
         self.size = ticket.group_size
         self.model_version = ticket.model_version
@@ -362,10 +361,12 @@ class BaseGroup(Generic[R]):
         return self._slots.failures
 
     def __iter__(self) -> Iterator[R]:
-        if not self._rollouts:
-            tickets = self._slots.tickets
-            self._rollouts = [self._make_rollout(self._producer, self._slots, ticket) for ticket in tickets]
         return iter(self._rollouts)
+
+    @cached_property
+    def _rollouts(self) -> list[R]:
+        tickets = self._slots.tickets
+        return [self._make_rollout(self._producer, self._slots, ticket) for ticket in tickets]
 
     def __len__(self) -> int:
         return len(self._slots.indices)

@@ -191,9 +191,8 @@ def check_group(request: GroupRequest, redundancy: int) -> GroupSpec:
     size = whole_number("group_size", request.size, 1, MAX_GROUP_SIZE, error=TrajectoryError)
     if request.redundancy is not None:
         redundancy = request.redundancy
-    elif (
-        request.role == Role.EVAL
-    ):  # every rollout of an evaluation counts, unless the caller wants spare ones
+    elif request.role == Role.EVAL:
+        # Every rollout of an evaluation counts, unless the caller wants spare ones.
         redundancy = 0
     redundancy = whole_number("redundancy", redundancy, 0, MAX_GROUP_SIZE, error=TrajectoryError)
     if request.role not in GROUP_ROLES:

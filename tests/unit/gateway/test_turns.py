@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamadv.errors import TrajectoryError
+from streamadv.errors import TrajectoryError, WireError
 from streamadv.gateway.turns import Turn, pack, unpack
 from streamadv.integrations.engines import Completion, Episode
 
@@ -53,3 +54,12 @@ def test_turns_give_the_same_rows_again(conversation, data) -> None:  # type: ig
     assert restored.rows == played.rows
     with suppress(TrajectoryError):
         np.testing.assert_equal(restored.record(), played.record())
+
+
+def test_a_turn_that_is_cut_short_is_refused() -> None:
+    turn = Turn([Completion([1, 2], [3], [-0.5], "stop", 4)], "d", ["c"], 1, None, answer={"a": 1})
+    record = pack(turn, Episode())
+    assert unpack(record, Episode()) == turn
+    for length in range(len(record)):
+        with pytest.raises(WireError, match="a turn of the rollout cannot be read"):
+            unpack(record[:length], Episode())
