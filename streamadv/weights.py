@@ -187,6 +187,7 @@ def save(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None
         arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
         _safetensors("safetensors.numpy").save_file(arrays, path, metadata)
         return
+    save_file = _safetensors("safetensors.torch").save_file  # before large tensors are copied
     seen: set[int] = set()
     apart = {}  # without memory in common, which the format does not know: tied weights are written twice
     for name, tensor in tensors.items():
@@ -194,7 +195,7 @@ def save(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None
         address = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
-    _safetensors("safetensors.torch").save_file(apart, path, metadata)
+    save_file(apart, path, metadata)
 
 
 def path_from(source: str | Path) -> Path:

@@ -22,7 +22,7 @@ ROOMS = (
 WITH_EXTRAS = (
     "integrations",
     *("losses", "padded", "advantage", "trainer", "demo", "testing"),
-    *("archive.rewind", "archive.late", "archive.compare", "archive.table"),
+    *("archive.rewind", "archive.compare", "archive.table"),
     "algorithms.arguments",
     *(
         f"gateway.{name}"

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 import streamadv
-from streamadv import forks
+from streamadv import doors
 from streamadv.errors import Busy, ManifestMismatchError, ProducerClosedError
 from streamadv.producer import Producer, Ticket, logic
 from streamadv.producer import producer as producer_module
@@ -240,7 +240,7 @@ def test_a_forked_child_finds_no_lock_held(redis_url: str, run: str) -> None:
     """Another thread of its parent may be anywhere in a call while it forks."""
     with Producer(redis_url, run) as producer:
         push_groups(producer, 1)
-        locks = [lock for lock in forks._renewed if hasattr(lock, "acquire")]
+        locks = [lock for lock in doors._renewed if hasattr(lock, "acquire")]
 
         def hold_all(stop: threading.Event) -> None:
             for lock in locks:
