@@ -113,7 +113,9 @@ def commit(
             if pointer.group_id in known:
                 kept, output = "-", computed.get(pointer.group_id)
                 if is_kept(pointer.group_id, share):
-                    kept = "0" if output is None else "2" if record.late else "1"
+                    kept = "2" if record.late else "1"  # as `commit.lua` takes it
+                    if output is None:
+                        kept = "0"
                 groups.append(f"{known[pointer.group_id].group} {kept}{known[pointer.group_id].prompt}")
                 payloads += known[pointer.group_id].payloads
                 payloads += [output] if output is not None and kept in "12" else []

@@ -125,9 +125,8 @@ def _show(run: Run, arguments: argparse.Namespace) -> None:
     values = {"shards": len(manifest.keys.salts), **{name: getattr(manifest, name) for name in DEFAULTS}}
     given = {"shards", *manifest.fields}
     stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
-    own = (
-        ("batch_groups", "max_staleness", "drop_after") if "epoch" in stored else ()
-    )  # once a trainer has taken it
+    # Once a trainer has taken it.
+    own = ("batch_groups", "max_staleness", "drop_after") if "epoch" in stored else ()
     pacing = {name: as_int(stored.get(name, "")) for name in own}
     if arguments.json:
         shown = {"run": run.name, "settings": values, "given": sorted(given & values.keys())}

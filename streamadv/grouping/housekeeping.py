@@ -299,7 +299,7 @@ def _text(item: bytes) -> str:
 # deviation over the rollouts that happened not to fail are biased towards them.
 SHORT: Final = ("incomplete", "expired")
 #: How a group can end in the grouper.
-ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", "no_train_members")
+GROUPER_ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", "no_train_members")
 #: How a slot can end without a usable trajectory.
 UNUSABLE: Final = ("failed", "aborted", "cancelled", "unscorable")
 #: From this share of groups, or of usable trajectories, on groupers warn.
@@ -338,7 +338,7 @@ class Loss:
 
 def loss_of(counters: Mapping[str, int]) -> Loss:
     """From the counters of a ledger."""
-    ended = {ending: counters.get(f"outcome:{ending}", 0) for ending in ENDINGS}
+    ended = {ending: counters.get(f"outcome:{ending}", 0) for ending in GROUPER_ENDINGS}
     dropped = {reason: counters.get(f"dropped:{reason}", 0) for reason in (*SHORT, *UNUSABLE, "eval")}
     short = [dropped.pop(reason) for reason in SHORT]
     usable = counters.get("pushed", 0) - sum(dropped.values())

@@ -136,9 +136,8 @@ class Run:
             raise SettingError(
                 f"no setting is given: name those to change, `streamadv runs show --run {self.name}` has them"
             )
-        RunSettings(
-            **{name: getattr(self.manifest, name) for name in DEFAULTS} | given
-        )  # do they go together?
+        # Do they go together?
+        RunSettings(**{name: getattr(self.manifest, name) for name in DEFAULTS} | given)
         fields: Any = {name: json.dumps(value) for name, value in settings._manifest_values.items()}
         byte_budget(settings.max_bytes, self.connection.memory())
         fields[f"changed.{self.now_ms()}"] = json.dumps(sorted(fields))

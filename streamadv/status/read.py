@@ -307,9 +307,8 @@ def read_trainer(run: Run, home_shard: ShardState, now_ms: int) -> Trainer:
     ranks = heard_ranks(session, now_ms)
     first = ranks.get(0)
     report = None if first is None else first.report
-    state: TrainerState = (
-        "none" if "version" not in session else "waits"
-    )  # until it is heard: it has just begun
+    # Until it is heard: it has just begun.
+    state: TrainerState = "none" if "version" not in session else "waits"
     batch_s = None
     if first is not None and report is not None:
         if "version" in session:
