@@ -15,8 +15,8 @@ from ..errors import SettingError, StreamadvError
 from ..messages import counted, printable, seconds_text, size_text
 from ..run import Run, find_run, open_run
 from ..run.manifest import DEFAULTS, RunSettings
+from ..run.run import delete_run
 from ..status import Status, read_status
-from ..status.audit import delete_run
 from ..store.keys import RUNS
 from ..store.replies import as_int, as_text, as_texts
 from . import add_one_shot_options, connect, joined, settings_from
