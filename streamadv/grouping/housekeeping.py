@@ -89,14 +89,13 @@ class Housekeeping:
 
     def _warn_of_loss(self) -> None:
         """Log when many of the groups since the last judgement ended short."""
-        now, counters = clock.now(), self._run.counters()
+        run = self._run
+        now, counters = clock.now(), run.counters()
         self._counters = self._counters or counters
         lately = loss_of(counters - self._counters)
         if lately.ended >= (MIN_GROUPS if now - self._judged >= JUDGE_AFTER_S else WINDOW):
             if lately.is_much:
-                logger.warning(
-                    "%s", lately, extra=log_fields("groups_short", run=self._run.name, role=GROUPER)
-                )
+                logger.warning("%s", lately, extra=log_fields("groups_short", run=run.name, role=GROUPER))
             self._judged, self._counters = now, counters
 
     def look_for_lost(self) -> None:

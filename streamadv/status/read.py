@@ -198,8 +198,9 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
         missing = max(0, min(slots.count(b".") + slots.count(b"p"), size - usable - unscored))
         total.update(groups=1, slots=len(slots), rollouts=missing, scores=unscored)
         total.update(without_rollouts=int(missing > 0), without_scores=int(unscored > 0))
-        some = "one" if missing == 1 else "some"
-        by_missing["none" if missing == 0 else "all" if missing >= size else some] += 1
+        kind = "one" if missing == 1 else "some"
+        kind = "none" if missing == 0 else "all" if missing >= size else kind
+        by_missing[kind] += 1
         ages_s.append(max(0, now_ms - int(match["opened_ms"])) / 1000)
     return Lack(
         groups=total["groups"],
