@@ -18,7 +18,7 @@ from streamadv.grouping.housekeeping import Housekeeping
 from streamadv.producer.producer import Producer
 from streamadv.run import Run, open_run
 from streamadv.run.manifest import RunSettings
-from streamadv.status.audit import delete_run
+from streamadv.run.run import delete_run
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
 from streamadv.trainer.queue import TrainerQueue

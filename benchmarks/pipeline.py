@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from streamadv.errors import ProcessEndedError
-from streamadv.status.audit import delete_run
+from streamadv.run.run import delete_run
 from streamadv.store.connection import Connection
 
 from .crew import Crew, Window, middle

@@ -1,7 +1,8 @@
 """Where a process starts a thread, waits, draws a name or opens a connection: `streamadv.testing` takes these over.
 
 `clock.now` is the door of time. What is not listed here never lasts: a lock that is held during a request is `RLock` of
-this module, and every other one is `threading`'s. Files that are whole or not there are written here, too.
+this module, and every other one is `threading`'s. Files that are whole or not there are written here, too, and locks
+are renewed in forked children.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ client_options: dict[str, Any] = {}
 async_client_options: dict[str, Any] = {}
 
 
+#: What `sleep` does: functions have that as a default, which stays when this is replaced.
+pause = time.sleep
+
+
 def sleep(seconds: float) -> None:
     """Do nothing for so long."""
     pause(seconds)
-
-
-#: What `sleep` does: functions have that as a default, which stays when this is replaced.
-pause = time.sleep
 
 
 @contextmanager

@@ -125,9 +125,7 @@ def _work_item_of(run: Run, entry: Entry) -> WorkItem:
             raise WireError(f"work: is none of batch {item.k}")
         if not run.connection.scripts.hexists(run.keys.shards[entry.shard].applied, item.batch):
             raise BatchLostError(f"batch {item.batch} was undone or committed: its work is discarded")
-    elif (
-        record.chain != item.chain  # before a chain is built that nobody of the run has asked for
-        or item not in work_items(record)
-    ):
+    # Checked before a chain is built that nobody of the run has asked for.
+    elif record.chain != item.chain or item not in work_items(record):
         raise WireError(f"work: is none of batch {item.k}")
     return item

@@ -29,52 +29,6 @@ from ..store.waiting import Blocked, Wait
 from .compute import ComputedItem, compute_safely
 from .prepare import PreparedItem, check_chains, prepare
 
-#: Reply of `publish.lua` when the output was gone.
-LOST: Final = -1
-
-
-def publish(run: Run, computed: ComputedItem) -> bool:
-    """Hand results off. False if another worker has finished the entry, or the batch is gone."""
-    prepared, item, outputs = computed.prepared, computed.prepared.item, computed.outputs
-    keys = run.keys.shards[prepared.entry.shard]
-    output_bytes = sum(column.nbytes for column in outputs.values())
-    payload_bytes = sum(packet.size for packet in computed.published.packets)
-    head = [ADVANTAGE, prepared.entry.id, item.batch, computed.header, output_bytes, payload_bytes]
-    results = [part for pair in computed.results.items() for part in pair]
-    published: Any = LOST
-    while published == LOST:  # the output was gone before the script ran, because the server stood still
-        output = keys.output(doors.random_bytes(12).hex()) if outputs else keys.void
-        payloads = [(output, dict(outputs))] if outputs else []
-        call = script_call("publish", keys, [*head, 0, *results], output=output)
-        try:
-            published = run_transaction(run.connection, payloads, call)
-        except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
-            inline = [part for name, column in outputs.items() for part in (name, bytes(column))]
-            call = script_call("publish", keys, [*head, len(outputs), *inline, *results], output=output)
-            published = run.connection.push.eval(call.script.text, *call.arguments)
-    if published:  # spans of the item, which have failed where a group is dead
-        groups = (group.group_id for group in prepared.groups if group.shard == item.shard)
-        failed = {group_id: f"dead: {death.reason}" for group_id, death in prepared.dead.items()}
-        tracing.record(
-            tracing.COMPUTE, run.name, groups, prepared.since, k=item.k, batch=item.batch, failed=failed
-        )
-    return bool(published)
-
-
-def observe(computed: ComputedItem) -> None:
-    """Metrics of results that were handed off."""
-    layout = computed.published
-    table = layout.members.table
-    metrics.work_item_computed(
-        advantages=[] if computed.advantages is None else computed.advantages,
-        response_tokens=table["trainable"],
-        turns=table["steps"][table["steps"] > 0],
-        truncated=layout.members.is_truncated,
-        group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in layout.groups],
-        is_weights=computed.is_weights,
-    )
-
-
 logger = logging.getLogger(__name__)
 
 LEASE_S: Final = 15.0
@@ -90,6 +44,8 @@ FAILING_CHAIN: Final = "waiting for a chain that does not fail"
 ERROR_CHARS: Final = 400
 #: Work items read ahead of the one being computed, and results waiting to be published.
 PREFETCH: Final = 2
+#: Reply of `publish.lua` when the output was gone.
+LOST: Final = -1
 
 
 def run_worker(
@@ -291,3 +247,48 @@ class Worker:
 
     def _log_fields(self, event: str) -> dict[str, object]:
         return log_fields(event, run=self._run.name, role=ADVANTAGE)
+
+
+# Publishing
+
+
+def publish(run: Run, computed: ComputedItem) -> bool:
+    """Hand results off. False if another worker has finished the entry, or the batch is gone."""
+    prepared, item, outputs = computed.prepared, computed.prepared.item, computed.outputs
+    keys = run.keys.shards[prepared.entry.shard]
+    output_bytes = sum(column.nbytes for column in outputs.values())
+    payload_bytes = sum(packet.size for packet in computed.published.packets)
+    head = [ADVANTAGE, prepared.entry.id, item.batch, computed.header, output_bytes, payload_bytes]
+    results = [part for pair in computed.results.items() for part in pair]
+    published: Any = LOST
+    while published == LOST:  # the output was gone before the script ran, because the server stood still
+        output = keys.output(doors.random_bytes(12).hex()) if outputs else keys.void
+        payloads = [(output, dict(outputs))] if outputs else []
+        call = script_call("publish", keys, [*head, 0, *results], output=output)
+        try:
+            published = run_transaction(run.connection, payloads, call)
+        except OutOfMemoryError:  # the HSET is refused above maxmemory; the script, which acks first, is not
+            inline = [part for name, column in outputs.items() for part in (name, bytes(column))]
+            call = script_call("publish", keys, [*head, len(outputs), *inline, *results], output=output)
+            published = run.connection.push.eval(call.script.text, *call.arguments)
+    if published:  # spans of the item, which have failed where a group is dead
+        groups = (group.group_id for group in prepared.groups if group.shard == item.shard)
+        failed = {group_id: f"dead: {death.reason}" for group_id, death in prepared.dead.items()}
+        tracing.record(
+            tracing.COMPUTE, run.name, groups, prepared.since, k=item.k, batch=item.batch, failed=failed
+        )
+    return bool(published)
+
+
+def observe(computed: ComputedItem) -> None:
+    """Metrics of results that were handed off."""
+    layout = computed.published
+    table = layout.members.table
+    metrics.work_item_computed(
+        advantages=[] if computed.advantages is None else computed.advantages,
+        response_tokens=table["trainable"],
+        turns=table["steps"][table["steps"] > 0],
+        truncated=layout.members.is_truncated,
+        group_completion_s=[(group.logged_ms - group.opened_ms) / 1000 for group in layout.groups],
+        is_weights=computed.is_weights,
+    )

@@ -141,6 +141,8 @@ def create_folder(path: Path, keys: RunKeys, created_ms: int | None = None) -> F
     return folder
 
 
+# Where kept groups are read from
+
 #: Characters of a group's list of packets.
 MAX_LINES: Final = 1 << 24
 

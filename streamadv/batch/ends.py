@@ -3,7 +3,8 @@
 Commit counts a batch's groups as trained and deletes what is stored of them, or keeps it to be looked at. A group is
 dropped when a batch is named; one excluded from a named batch becomes a dead letter, a single trajectory is left out.
 Repeating any of this changes nothing: only the call that deletes the entry of the groups log counts its group.
-`DroppedGroups` has figures for the trainer, and lines of the log, about what rank 0 dropped.
+`DroppedGroups` has figures for the trainer, and lines of the log, about what rank 0 dropped. `StoredResult` is an entry
+of the results logs, for those that remove it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from ..grouping.groups_log import LoggedGroup, Pointer, find_groups
 from ..messages import SummedUp, log_fields, summed_up
 from ..prompts.figures import figures_of
 from ..prompts.spec import PREFIX, identity
-from ..run import Run
+from ..run import Run, Shard
 from ..run.dead_letters import reject
 from ..run.kept import is_kept, share_kept
-from ..run.run import Shard
 from ..trajectory.members import Members
 from .record import BatchRecord, Death
 
@@ -34,6 +34,56 @@ logger = logging.getLogger(__name__)
 
 COMMIT_SLICE: Final = 64  # packets deleted in one call
 SIZE: Final = re.compile(rb"[0-9]{1,15}")  # in bytes: scripts count exactly up to 2^53
+
+
+# Results of batches
+
+
+class StoredResult(NamedTuple):
+    """An entry of a shard's results log: the batch it is of, and where its output columns are."""
+
+    shard: int
+    batch: str
+    entry: bytes
+    output: str
+    output_bytes: int
+    kept: Sequence[str] = ()  # groups whose results stand there in a field of their own
+
+
+def read_results(run: Run) -> list[StoredResult]:
+    """The results logs of all shards."""
+    results = []
+    for shard in run.shards:
+        entries: Any = run.connection.scripts.xrange(shard.keys.results)
+        results += [stored_result(shard, *entry) for entry in entries]
+    return results
+
+
+def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> StoredResult:
+    """An entry of a shard's results log, whatever it holds."""
+    keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
+    output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
+    if output.startswith(keys.output("").encode()) and SIZE.fullmatch(size):
+        header, kept = fields.get(b"header", b""), list[str]()
+        if b'"kept"' in header:
+            with suppress(ValueError, AttributeError):
+                kept = [str(group_id) for group_id in json.loads(header).get("kept", ())]
+        return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size), kept)
+    # No output, or no results: the rank that reads it removes it.
+    return StoredResult(shard.index, batch, entry, keys.void, 0)
+
+
+def results_of(
+    shard: Shard, batch_id: str, results: Sequence[StoredResult]
+) -> tuple[list[str], list[bytes | int]]:
+    """Results of a batch in a shard, for the scripts that remove them: keys of their outputs, and arguments."""
+    own = [result for result in results if (result.shard, result.batch) == (shard.index, batch_id)]
+    return [result.output for result in own], [
+        part for result in own for part in (result.entry, result.output_bytes)
+    ]
+
+
+# A batch is committed
 
 
 def is_oversize(members: Members, tokens_per_micro_batch: int | None) -> NDArray[np.bool_]:
@@ -113,7 +163,9 @@ def commit(
             if pointer.group_id in known:
                 kept, output = "-", computed.get(pointer.group_id)
                 if is_kept(pointer.group_id, share):
-                    kept = "0" if output is None else "2" if record.late else "1"
+                    kept = "2" if record.late else "1"  # as `commit.lua` takes it
+                    if output is None:
+                        kept = "0"
                 groups.append(f"{known[pointer.group_id].group} {kept}{known[pointer.group_id].prompt}")
                 payloads += known[pointer.group_id].payloads
                 payloads += [output] if output is not None and kept in "12" else []
@@ -124,50 +176,6 @@ def commit(
         args = [fence, record.id, k, len(outputs), kept_record, *of_results, *groups]
         shard.call("commit", args, unlinked=[*outputs, *payloads])
         ended(len(groups))
-
-
-class StoredResult(NamedTuple):
-    """An entry of a shard's results log: the batch it is of, and where its output columns are."""
-
-    shard: int
-    batch: str
-    entry: bytes
-    output: str
-    output_bytes: int
-    kept: Sequence[str] = ()  # groups whose results stand there in a field of their own
-
-
-def read_results(run: Run) -> list[StoredResult]:
-    """The results logs of all shards."""
-    results = []
-    for shard in run.shards:
-        entries: Any = run.connection.scripts.xrange(shard.keys.results)
-        results += [stored_result(shard, *entry) for entry in entries]
-    return results
-
-
-def stored_result(shard: Shard, entry: bytes, fields: Mapping[bytes, bytes]) -> StoredResult:
-    """An entry of a shard's results log, whatever it holds."""
-    keys, batch = shard.keys, fields.get(b"batch", b"").decode(errors="replace")
-    output, size = fields.get(b"output", b""), fields.get(b"output_bytes", b"")
-    if output.startswith(keys.output("").encode()) and SIZE.fullmatch(size):
-        header, kept = fields.get(b"header", b""), list[str]()
-        if b'"kept"' in header:
-            with suppress(ValueError, AttributeError):
-                kept = [str(group_id) for group_id in json.loads(header).get("kept", ())]
-        return StoredResult(shard.index, batch, entry, output.decode(errors="replace"), int(size), kept)
-    # No output, or no results: the rank that reads it removes it.
-    return StoredResult(shard.index, batch, entry, keys.void, 0)
-
-
-def results_of(
-    shard: Shard, batch_id: str, results: Sequence[StoredResult]
-) -> tuple[list[str], list[bytes | int]]:
-    """Results of a batch in a shard, for the scripts that remove them: keys of their outputs, and arguments."""
-    own = [result for result in results if (result.shard, result.batch) == (shard.index, batch_id)]
-    return [result.output for result in own], [
-        part for result in own for part in (result.entry, result.output_bytes)
-    ]
 
 
 # What is not trained on
@@ -264,6 +272,8 @@ def read_exclusions(run: Run, batch_id: str, groups: Sequence[Pointer]) -> Exclu
             exclusions.left_out.update((pointer.group_id, index) for index in excluded)
     return exclusions
 
+
+# What the trainer says of them
 
 #: Reasons and sources told apart; further sources are "other".
 MAX_NAMES: Final = 256

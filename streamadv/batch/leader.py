@@ -1,7 +1,7 @@
 """Rank 0's trainer session: it alone names batches, publishes the version and commits.
 
 Batch k may be named from version k - prefetch on, and is kept until it is committed. `progress.py` holds what the job
-has trained; `recovery.py` makes this session.
+has trained; `recovery.py` makes this session. `Candidates` are the groups that it chooses from.
 """
 
 from __future__ import annotations
@@ -26,6 +26,17 @@ from .prompts import CARRIED, RunPrompts
 from .record import BatchRecord, apply, name_batch, read_records
 from .selection import choose, coefficient_of, running_with
 from .session import Session
+
+#: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
+SCAN_PAGES: Final = 8
+#: Batches' worth of groups of each shard that quotas choose from.
+QUOTA_BATCHES: Final = 4
+#: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
+JUDGE_S: Final = 0.2
+#: Seconds within which a producer that waits in its loop over prompts asks for more.
+ASK_S: Final = 2.0
+#: More than the groups logs hold.
+ALL_GROUPS: Final = 10**6
 
 
 class Candidates:
@@ -74,23 +85,6 @@ class Candidates:
         removed = {(group.shard, group.entry) for group in groups}
         for shard, candidates in self._groups.items():
             self._groups[shard] = [group for group in candidates if (shard, group.entry) not in removed]
-
-
-#: Pages of the groups log read for one batch: bounds how many groups one naming may drop.
-SCAN_PAGES: Final = 8
-#: Batches' worth of groups of each shard that quotas choose from.
-QUOTA_BATCHES: Final = 4
-#: Seconds until candidates that are too few for a batch are judged again: unfit groups among them hold memory.
-JUDGE_S: Final = 0.2
-#: Seconds within which a producer that waits in its loop over prompts asks for more.
-ASK_S: Final = 2.0
-#: More than the groups logs hold.
-ALL_GROUPS: Final = 10**6
-
-
-def server_text(server_ids: Sequence[str | None]) -> str:
-    """The servers of a run as its session notes them."""
-    return "; ".join(server_id or "-" for server_id in server_ids)
 
 
 @dataclass(eq=False)
@@ -337,3 +331,8 @@ class Leader(Session):
         """Let the other ranks end before the next batch as well, so many times in all."""
         servers = server_text(self.server_ids)
         self.run.home.call("end_run", [self.progress.fence, self.progress.delivered, ends, servers])
+
+
+def server_text(server_ids: Sequence[str | None]) -> str:
+    """The servers of a run as its session notes them."""
+    return "; ".join(server_id or "-" for server_id in server_ids)

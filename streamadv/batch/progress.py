@@ -107,9 +107,8 @@ class Progress:
         self.running: Running | None = None  # reward moments of all batches below `version`
         self.knows_running = False
         # What producers hear.
-        self.weights = (
-            ""  # newest version of which they know where its weights lie: '<version> <URI>', '' = none
-        )
+        # Newest version of which they know where its weights lie: '<version> <URI>', '' = none.
+        self.weights = ""
         self.finished = False  # whether the trainer has ended the run
         # Ids of the groups in the weights; instead of a prompt's group the prompt (`spec.identity`).
         self.tries: dict[str, str] = {}  # of those the group
@@ -124,10 +123,8 @@ class Progress:
         self.has_prompts = False  # whether some are in the weights, of which `groups` may have forgotten all
         self.is_set_back = False  # to a checkpoint older than what the run had committed
         self.set_back_at = -math.inf  # when prompts were
-        self.sets_of_branch: tuple[int, set[str]] = (
-            0,
-            set(),
-        )  # the branch, and sets of prompts there were as it began
+        # The branch, and the sets of prompts there were as it began.
+        self.sets_of_branch: tuple[int, set[str]] = (0, set())
 
     @property
     def fence(self) -> str:

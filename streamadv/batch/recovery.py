@@ -15,8 +15,7 @@ from typing import Any, Final
 from ..grouping.groups_log import Pointer, find_groups
 from ..messages import log_fields
 from ..prompts.spec import identity
-from ..run import Run
-from ..run.run import Shard
+from ..run import Run, Shard
 from .ends import commit, dead_letter_groups, read_exclusions, read_results, results_of
 from .leader import Leader, server_text
 from .progress import NamedBatch, Progress, weights_version

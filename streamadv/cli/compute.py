@@ -60,11 +60,8 @@ def run(
     the exit status 0. Raises TrajectoryError naming the file and where in it, SettingError for a wrong chain or an
     output that cannot be written; then there is no output.
     """
-    from ..algorithms import (  # torch: only commands that compute load it
-        build_chain,
-        pack_trajectories,
-        run_chain,
-    )
+    # torch: only commands that compute load it.
+    from ..algorithms import build_chain, pack_trajectories, run_chain
 
     if output.resolve() == file.resolve():
         raise SettingError(f"--output {output} is the input: choose another file")

@@ -15,8 +15,8 @@ from ..errors import SettingError, StreamadvError
 from ..messages import counted, printable, seconds_text, size_text
 from ..run import Run, find_run, open_run
 from ..run.manifest import DEFAULTS, RunSettings
+from ..run.run import delete_run
 from ..status import Status, read_status
-from ..status.audit import delete_run
 from ..store.keys import RUNS
 from ..store.replies import as_int, as_text, as_texts
 from . import add_one_shot_options, connect, joined, settings_from
@@ -125,9 +125,8 @@ def _show(run: Run, arguments: argparse.Namespace) -> None:
     values = {"shards": len(manifest.keys.salts), **{name: getattr(manifest, name) for name in DEFAULTS}}
     given = {"shards", *manifest.fields}
     stored = as_texts(run.connection.scripts.hgetall(run.home.keys.trainer))
-    own = (
-        ("batch_groups", "max_staleness", "drop_after") if "epoch" in stored else ()
-    )  # once a trainer has taken it
+    # Once a trainer has taken it.
+    own = ("batch_groups", "max_staleness", "drop_after") if "epoch" in stored else ()
     pacing = {name: as_int(stored.get(name, "")) for name in own}
     if arguments.json:
         shown = {"run": run.name, "settings": values, "given": sorted(given & values.keys())}

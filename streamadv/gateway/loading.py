@@ -44,7 +44,8 @@ class Loading:
             await producer._drive(producer._logic.membership.send_heartbeat(), patient=False)
             self._is_unheard = False
         except HEARTBEAT_ERRORS as error:
-            level, self._is_unheard = logging.DEBUG if self._is_unheard else logging.WARNING, True
+            level = logging.DEBUG if self._is_unheard else logging.WARNING
+            self._is_unheard = True
             text, fields = "no look for weights, tries again: %s", log_fields("no_look", role="gateway")
             logger.log(level, text, one_line(str(error)), extra=fields)
         weights = producer.weights

@@ -70,9 +70,8 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metrics.begin_stage(ROLE, "gateway")
-    name = (
-        f"gateway-{os.uname().nodename}-{os.getpid()}-{doors.random_bytes(4).hex()}"  # in `streamadv status`
-    )
+    # As `streamadv status` shows it.
+    name = f"gateway-{os.uname().nodename}-{os.getpid()}-{doors.random_bytes(4).hex()}"
     async with Producer(settings.url, settings.run, name=name) as producer:
         look = Loading(producer).look if options.load_weights else None
         engines = Engines(options.engines, options.answer_s, look)

@@ -1,4 +1,6 @@
-"""A grouper's work once a second: deadlines, scores, lost producers, dead letters, kept groups, garbage.
+"""A grouper's work once a second.
+
+Deadlines, scores, lost producers, dead letters, kept groups, garbage, and a warning when many groups end short.
 
 A group belongs to the instance of a producer that was the last to open it, push to it or touch it. If that instance
 is lost, or a later instance has its name, the group stops counting in pacing. It stays open, and counts again as soon
@@ -69,13 +71,7 @@ class Housekeeping:
         run, until = self._run, clock.now() + HOUSEKEEPING_SLICE_S
         run.refresh()
         self.look_for_lost()
-        now, counters = clock.now(), run.counters()
-        self._counters = self._counters or counters
-        lately = loss_of(counters - self._counters)
-        if lately.ended >= (MIN_GROUPS if now - self._judged >= JUDGE_AFTER_S else WINDOW):
-            if lately.is_much:
-                logger.warning("%s", lately, extra=log_fields("groups_short", run=run.name, role=GROUPER))
-            self._judged, self._counters = now, counters
+        self._warn_of_loss()
         done, memory = True, run.connection.memory()
         for shard in run.shards:
             more_kept = trim_kept(shard, run.manifest, memory)  # before any group ends
@@ -90,6 +86,17 @@ class Housekeeping:
             done = done and not more_due and not more_kept and not swept
         carry_ends(run)
         return done
+
+    def _warn_of_loss(self) -> None:
+        """Log when many of the groups since the last judgement ended short."""
+        run = self._run
+        now, counters = clock.now(), run.counters()
+        self._counters = self._counters or counters
+        lately = loss_of(counters - self._counters)
+        if lately.ended >= (MIN_GROUPS if now - self._judged >= JUDGE_AFTER_S else WINDOW):
+            if lately.is_much:
+                logger.warning("%s", lately, extra=log_fields("groups_short", run=run.name, role=GROUPER))
+            self._judged, self._counters = now, counters
 
     def look_for_lost(self) -> None:
         """Find out who is lost, and what prompts and groups are theirs. Without pacing groups may stay.
@@ -294,12 +301,14 @@ def _text(item: bytes) -> str:
         return ""
 
 
+# Groups that end short
+
 # What groups cost that end short of usable rollouts: a failed rollout costs its whole group, unless
 # `partial_min_usable` or `redundancy` allows for it. By default only whole groups are trained on, because mean and
 # deviation over the rollouts that happened not to fail are biased towards them.
 SHORT: Final = ("incomplete", "expired")
 #: How a group can end in the grouper.
-ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", "no_train_members")
+GROUPER_ENDINGS: Final = (*SHORT, "complete", "partial", "zero_variance", "difficulty", "no_train_members")
 #: How a slot can end without a usable trajectory.
 UNUSABLE: Final = ("failed", "aborted", "cancelled", "unscorable")
 #: From this share of groups, or of usable trajectories, on groupers warn.
@@ -338,7 +347,7 @@ class Loss:
 
 def loss_of(counters: Mapping[str, int]) -> Loss:
     """From the counters of a ledger."""
-    ended = {ending: counters.get(f"outcome:{ending}", 0) for ending in ENDINGS}
+    ended = {ending: counters.get(f"outcome:{ending}", 0) for ending in GROUPER_ENDINGS}
     dropped = {reason: counters.get(f"dropped:{reason}", 0) for reason in (*SHORT, *UNUSABLE, "eval")}
     short = [dropped.pop(reason) for reason in SHORT]
     usable = counters.get("pushed", 0) - sum(dropped.values())

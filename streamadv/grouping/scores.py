@@ -76,11 +76,8 @@ def ask(
                 outcomes[number] = scores_of(await answer, len(batches[number]))
         except ScoreError as error:
             outcomes[number] = error
-        except (
-            Exception,
-            SystemExit,
-            asyncio.CancelledError,
-        ) as error:  # whatever the user's function raises
+        # Whatever the user's function raises.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # another call blocks, which ends all

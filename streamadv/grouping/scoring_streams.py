@@ -1,6 +1,7 @@
 """The scorers' streams: packets that wait for scores, and their hand-off to the next scorer or the grouper.
 
-`UnscoredTrajectory` is what a scoring function receives of a trajectory.
+`UnscoredTrajectory` is what a scoring function receives of a trajectory. `WholeGroups` holds packets back until their
+group is whole.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from ..trajectory.members import Reference, StepSpan
 from ..trajectory.packet import Payload, StoredPacket
 from ..trajectory.packet_encoding import encode_table, member_line
 from ..trajectory.schema import Role, Status
+
+#: Entries of a scorer's stream that are looked at, or handed off, in one call.
+PAGE: Final = 100
 
 
 class UnscoredTrajectory:
@@ -108,10 +112,6 @@ class UnscoredTrajectory:
     def rewards(self) -> Mapping[str, float]:
         """Named rewards that were pushed, or that earlier scorers gave."""
         return self._reference.rewards
-
-
-#: Entries of a scorer's stream that are looked at, or handed off, in one call.
-PAGE: Final = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -229,6 +229,8 @@ def are_open(run: Run, packets: Sequence[Entry]) -> list[bool]:
         pipe.exists(run.shards[packet.shard].keys.group(packet.fields[b"group_id"].decode()))
     return list(map(bool, pipe.execute() if packets else ()))
 
+
+# Whole groups
 
 # Packets of a scorer that is asked for whole groups: they wait until all rollouts of their group are there. A group is
 # whole when no slot is free, and each member that was pushed and is not grouped yet stands in the scorer's stream.

@@ -34,7 +34,10 @@ MAX_CHARS: Final = 20_000
 
 
 class Backend(Protocol):
-    """A tracker, with figures and rollouts of a version; rows have the values of COLUMNS. `close` flushes."""
+    """A tracker: takes the figures of a version, and a table of its rollouts, whose rows have the values of COLUMNS.
+
+    After `close` all of it is logged.
+    """
 
     def log(self, version: int, metrics: Mapping[str, float]) -> None: ...
     def table(self, version: int, rows: Sequence[Sequence[Any]]) -> None: ...

@@ -9,7 +9,7 @@ asyncio producer only carry the requests out. In reading order:
   in the run, and what it tells the scripts of it.
 - `admission.py`: asks whether a group may begin, and waits until the trainer makes room. `prompted.py`: leases prompts
   and begins their groups.
-- `tickets.py`: the right to push a rollout.
+- `tickets.py`: a group as it is asked for, and the right to push a rollout.
 - `base_group.py`, `group.py`, `async_group.py`: groups, their slots and rollouts. `failures.py`: why rollouts failed.
 - `records.py`: reads a plain record. `extra_columns.py`: extra columns, of a push and of a group. `push.py`:
   what a push sends, in slices, until its group is admitted. `resend.py`: pushes again to a server that has lost data.

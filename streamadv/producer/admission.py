@@ -146,12 +146,8 @@ class Admission:
                         f"group {spec.group_id} has ended: a run has each group_id once, begin another one under "
                         "another id"
                     )
-                if (
-                    reply[0] == b"mismatch"
-                    and spec.group_id.startswith(PREFIX)
-                    and spec.size != int(reply[1])
-                ):
-                    size = int(reply[1])  # begun with another size, before a restart
+                size = int(reply[1]) if reply[0] == b"mismatch" else spec.size
+                if size != spec.size and spec.group_id.startswith(PREFIX):  # begun before a restart
                     spec = spec._replace(size=size, slots=size + spec.slots - spec.size)
                     continue
                 check_group_reply(reply, spec)
@@ -167,6 +163,11 @@ class Admission:
         if membership.closed:
             self.leave_unclaimed(call, spec.group_id, *call.others)
             membership.check_open()
+        return self._tickets(spec, call, reply, since)
+
+    def _tickets(self, spec: GroupSpec, call: BeginCall, reply: Reply, since: int) -> list[Ticket]:
+        """The first ticket of each group that the reply has admitted. since: when the call began."""
+        membership = self._membership
         _, epoch, version, slots, slot_bytes, weights, others = reply
         membership.note_weights(weights)
         if not self._has_said_sizes and (reserved := as_count(slot_bytes)):
@@ -235,8 +236,8 @@ class Admission:
         others = [keys.group(group_id) for group_id in call.others]
         return script_call("begin", keys, arguments, group=spec.group_id, others=others)
 
-    def wait_for_room(self, wait: Wait, reason: Reason) -> Steps[None]:
-        """One pause of such a wait."""
+    def pause_for_room(self, wait: Wait, reason: Reason) -> Steps[None]:
+        """One pause of a push's wait for room, which nobody announces; reason: of the refusal."""
         wait.because(reason)
         delay = wait.delay()
         with metrics.wait(STAGE):

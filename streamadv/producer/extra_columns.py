@@ -24,6 +24,8 @@ from ..trajectory.members import Checked, CheckedRow
 from ..trajectory.packet_encoding import NBYTES, field_of
 from ..trajectory.schema import TOKEN_COLUMNS, Column, Row
 
+# Columns of a group
+
 
 class GroupColumns(NamedTuple):
     """What is stored of a group's columns."""
@@ -85,6 +87,8 @@ def _not_per_token(value: Any) -> Any:
     stated = value if isinstance(value, Mapping) and "data" in value else {"data": value}
     return {"per_token": False, **stated}
 
+
+# Columns of a push
 
 #: What lists of Python's numbers become.
 _OF_LISTS: Final = frozenset(("<i8", "<f8"))

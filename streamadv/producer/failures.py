@@ -38,6 +38,10 @@ def describe(error: BaseException) -> str:
     return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + place
 
 
+#: Type of an exception, and the user's line of code that it comes from.
+_Fault = tuple[type, str]
+
+
 @dataclass(slots=True)
 class Outcome:
     """How one call of the function that plays a rollout ended."""
@@ -103,7 +107,3 @@ class Failures:
                 return None
             self._fault, self._alike = None, 0
         return errors[0]
-
-
-#: Type of an exception, and the user's line of code that it comes from.
-_Fault = tuple[type, str]

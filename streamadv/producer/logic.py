@@ -153,7 +153,8 @@ class ProducerLogic:
                 extra=log_fields("producer_stopped", run=self.membership.run, role="producer"),
             )
         elif not isinstance(error, ProducerClosedError):
-            level, self._has_failed = logging.DEBUG if self._has_failed else logging.WARNING, True
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            self._has_failed = True
             logger.log(
                 level,
                 "heartbeat of producer %s failed: %s",
@@ -218,15 +219,16 @@ class ProducerLogic:
         self.membership.left = True
         if self._unheard is None:
             return
+        unsent = self._resend.kept
+        if self._unheard is LOST_GROUPS_FIRST:
+            unsent = self._resend.behind.total() + self._resend.missed
         logger.warning(
             "producer %s leaves run %s unheard: %s; calls that nobody sends again if the server has lost them: %d; "
             "groups that nobody plays, open until their deadline: %d",
             self.membership.name,
             self.membership.run,
             self._unheard.text,
-            self._resend.behind.total() + self._resend.missed
-            if self._unheard is LOST_GROUPS_FIRST
-            else self._resend.kept,
+            unsent,
             len(self.admission.unclaimed),
             extra=log_fields("left_unheard", run=self.membership.run, role="producer"),
         )

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from .. import doors
-from ..doors import renewed_at_fork
 from ..errors import ProducerClosedError, RunEndedError, StreamadvError
 from ..run.manifest import RunSettings
 from ..settings import run_name
@@ -61,11 +60,11 @@ class Producer(BaseProducer[Group, Iterator[Group], Iterator[tuple[Any, Group]]]
         self._connection = Connection.of(connection)
         self._owned = isinstance(connection, str)
         self._logic = ProducerLogic(run, name, settings, resend_window)
-        self._closing = renewed_at_fork(doors.Event())
+        self._closing = doors.renewed_at_fork(doors.Event())
         # A signal handler may make calls, also between two steps of one.
-        self._calls = renewed_at_fork(doors.RLock())
+        self._calls = doors.renewed_at_fork(doors.RLock())
         self._under_way = 0
-        self._idle = renewed_at_fork(doors.Event())  # set once it is closed and no call is under way
+        self._idle = doors.renewed_at_fork(doors.Event())  # set once it is closed and no call is under way
         self._heart: threading.Thread | None = None
 
     def open(self) -> Self:

@@ -124,7 +124,7 @@ class Pushes:
             if not refusals or wait.expired:
                 break
             missing, has_waited = list(refusals), True
-            yield from self._admission.wait_for_room(wait, Reason(*refusals[missing[-1]].reason))
+            yield from self._admission.pause_for_room(wait, Reason(*refusals[missing[-1]].reason))
         if has_waited and not refusals:
             wait.over()
         results = []
@@ -339,7 +339,7 @@ class Pushes:
                 groups_elsewhere = sum(counts) - counts[self._membership.shard_of(spec.group_id)]
             elif waits or (reply is OUT_OF_MEMORY and budget is not None):
                 wait = wait or Wait(Blocked(self._membership.who, "a push waits", self._membership.run))
-                yield from self._admission.wait_for_room(wait, refusal(reply))
+                yield from self._admission.pause_for_room(wait, refusal(reply))
                 groups_elsewhere = None
             else:
                 raise busy_error(refusal(reply), self._membership.run)

@@ -53,10 +53,8 @@ _ROW_FIELDS: Final = frozenset(("agent", "reward"))
 _STEP_FIELDS: Final = frozenset(Step.model_fields)
 _REQUIRED: Final = frozenset(REQUIRED_COLUMNS)
 _NUMBERS: Final = (float, int, np.floating, np.integer)
-
-
 #: Fields of a record that None says something of; any other that is None is as not given.
-MAY_BE_NONE: Final = frozenset(("reward", "model_version"))
+_MAY_BE_NONE: Final = frozenset(("reward", "model_version"))
 
 
 class _Unclear(ValueError):
@@ -90,9 +88,11 @@ def _read(record: Any, ticket: Ticket) -> Checked:
     get, rows = record.get, _rows(record)
     index, reward, later = get("rollout_index"), get("reward"), get("reward_later")
     index = ticket.rollout_index if index is None else _whole(index)
-    scored, later = "reward" in record, False if later is None else later
+    scored = "reward" in record
+    later = False if later is None else later
     status, role, source = get("status"), get("role"), get("data_source")
-    status, role = Status.COMPLETED if status is None else status, ticket.role if role is None else role
+    status = Status.COMPLETED if status is None else status
+    role = ticket.role if role is None else role
     metadata, named, steps = get("metadata"), get("rewards"), get("steps")
     if metadata is None:
         metadata = ticket.metadata
@@ -165,7 +165,8 @@ def _rows(record: Mapping[str, Any]) -> list[CheckedRow]:
             if not all(map(COLUMN_NAME.fullmatch, names)):
                 raise _Unclear
             extras = {name: extra_column(name, data[name], len(columns["input_ids"])) for name in names}
-        agent, reward = None if agent is None else _text(agent), None if reward is None else _number(reward)
+        agent = None if agent is None else _text(agent)
+        reward = None if reward is None else _number(reward)
         rows.append(CheckedRow(columns, extras, agent, reward))
     if len({frozenset((*row.columns, *row.extras)) for row in rows}) > 1:
         raise _Unclear
@@ -294,7 +295,7 @@ def _with_ticket(record: Trajectory | Mapping[str, Any], ticket: Ticket, where: 
         if "role" not in given and ticket.role != Role.TRAIN:
             known["role"] = Role(ticket.role)
         return trajectory.model_copy(update=known) if known else trajectory
-    record = {name: value for name, value in record.items() if value is not None or name in MAY_BE_NONE}
+    record = {name: value for name, value in record.items() if value is not None or name in _MAY_BE_NONE}
     if ticket.rollout_index == ANY_SLOT and "rollout_index" not in record:
         raise TrajectoryError(f"{where}: rollout_index is missing, needs one of 0 to {ticket.slots - 1}")
     defaults: dict[str, Any] = {

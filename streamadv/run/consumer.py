@@ -25,17 +25,6 @@ from ..store.keys import LAST_ID, ShardKeys
 from ..store.retry import RETRYABLE, SERVER_ERRORS, Outage
 from .run import Run, Shard
 
-#: Owns entries that were given back: anybody may take them at once.
-NOBODY: Final = "nobody"
-
-
-class Delivery(NamedTuple):
-    """Who has a pending entry, and how often it was delivered: one of both changes whenever somebody takes it."""
-
-    consumer: bytes
-    times: int
-
-
 logger = logging.getLogger(__name__)
 
 #: Names of stages: their consumer groups, and the label of their metrics.
@@ -55,6 +44,15 @@ RETIRE_AFTER_MS: Final = 3_600_000
 PENDING_PAGE: Final = 1000
 #: The start of what is pending under a name.
 FIRST: Final = "0"
+#: Owns entries that were given back: anybody may take them at once.
+NOBODY: Final = "nobody"
+
+
+class Delivery(NamedTuple):
+    """Who has a pending entry, and how often it was delivered: one of both changes whenever somebody takes it."""
+
+    consumer: bytes
+    times: int
 
 
 class Entry(NamedTuple):

@@ -173,15 +173,17 @@ def is_over(run: Run, attendance: Attendance) -> bool:
     )
 
 
+# Ranks of the training job
+
 #: Seconds between two heartbeats of a rank.
 BEAT_S: Final = 10.0
 #: A rank silent for longer counts as lost (three missed heartbeats).
 RANK_TIMEOUT_S: Final = 30.0
-FIELD: Final = "rank:"
+RANK_FIELD: Final = "rank:"
 MAX_RANKS: Final = 1 << 20
-MOST: Final = 10**15  # of batches, and of seconds
+MOST_REPORTED: Final = 10**15  # of batches, and of seconds
 
-_FIELD: Final = re.compile(FIELD + "([0-9]{1,7})")
+_FIELD: Final = re.compile(RANK_FIELD + "([0-9]{1,7})")
 _HEARTBEAT: Final = re.compile("[0-9]{1,15} ")  # when, by the server's clock; the report follows
 
 #: What a rank does: waits for its next batch, trains on one, has been closed.
@@ -194,8 +196,8 @@ class RankReport:
 
     world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     doing: Doing
-    batch: Annotated[int, Field(ge=0, lt=MOST)] | None  # delivered last; None before the first one
-    batch_s: Annotated[float, Field(ge=0, lt=MOST, allow_inf_nan=False)] | None  # seconds since then
+    batch: Annotated[int, Field(ge=0, lt=MOST_REPORTED)] | None  # delivered last; None before the first one
+    batch_s: Annotated[float, Field(ge=0, lt=MOST_REPORTED, allow_inf_nan=False)] | None  # seconds since then
 
 
 #: Writes and reads a report as it is stored.

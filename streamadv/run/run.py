@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from redis.exceptions import NoScriptError
@@ -14,7 +15,7 @@ from .. import clock
 from ..errors import EpochFencedError, SettingError
 from ..metrics.instruments import KEPT, OUTCOMES
 from ..store.connection import Connection
-from ..store.keys import EntryKeys, RunKeys, ShardKeys, check_run_name
+from ..store.keys import RUNS, EntryKeys, RunKeys, ShardKeys, check_run_name
 from ..store.replies import as_count, as_int
 from ..store.scripts import FENCED, ids_of, run_script, script_call, server_id_calls
 from .manifest import (
@@ -31,6 +32,8 @@ from .manifest import (
 MAX_BYTES_SHARE: Final = 0.7
 #: Default if the server tells neither maxmemory nor the machine's memory.
 FALLBACK_MAX_BYTES: Final = 1 << 30
+#: Keys of a run that are deleted in one round trip.
+DELETED_AT_ONCE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +139,8 @@ class Run:
             raise SettingError(
                 f"no setting is given: name those to change, `streamadv runs show --run {self.name}` has them"
             )
-        RunSettings(
-            **{name: getattr(self.manifest, name) for name in DEFAULTS} | given
-        )  # do they go together?
+        # Do they go together?
+        RunSettings(**{name: getattr(self.manifest, name) for name in DEFAULTS} | given)
         fields: Any = {name: json.dumps(value) for name, value in settings._manifest_values.items()}
         byte_budget(settings.max_bytes, self.connection.memory())
         fields[f"changed.{self.now_ms()}"] = json.dumps(sorted(fields))
@@ -215,6 +217,25 @@ def find_run(connection: Connection, name: str) -> Run:
     """Join a run that exists, without writing. Raises SettingError when there is none of that name."""
     return Run(check_run_name(name), connection, None)
 
+
+def delete_run(connection: Connection, name: str) -> int:
+    """Delete everything stored of a run, whether its manifest can be read or not: it looks at every key of the server.
+
+    Returns the number of keys. Stop its processes first.
+    """
+    scripts, count = connection.scripts, 0
+    keys = scripts.scan_iter(match=f"{{{check_run_name(name)}:*", count=DELETED_AT_ONCE)
+    while page := list(islice(keys, DELETED_AT_ONCE)):
+        pipe: Any = scripts.pipeline(transaction=False)
+        for key in page:
+            pipe.unlink(key)
+        count += sum(pipe.execute())
+    count += scripts.unlink(EntryKeys(name).manifest)
+    scripts.hdel(RUNS, name)
+    return count
+
+
+# The counters of a ledger
 
 # The names of the counters in a run's ledger. A producer can write other fields into it; they are not counters. Every
 # reader of a ledger reads these names only, so foreign fields cost little and never show under their own name.

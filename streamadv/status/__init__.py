@@ -2,7 +2,7 @@
 
 In reading order: `model` (the status as objects), `read` (reads it, over `shard` and `evaluations`), `causes` (why
 nothing moves), `watchdog` (what the trainer does about it), `exported` (the status as metrics), `audit` (walks over
-everything stored, and deletes a run).
+everything stored).
 
 Groups as people look at them: `seen` (wherever they are), `kept` (why they are there, what the chain has made of them,
 the turns of a rollout), `prompts` (how far a run is with its prompts).

@@ -1,4 +1,4 @@
-"""For `status --check --deep`: whether a quiet run stores what its ledger says. Also deletes a run.
+"""For `status --check --deep`: whether a quiet run stores what its ledger says.
 
 It walks over everything that a shard stores, structure by structure: packets, members, results, and the references to
 them.
@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from redis.exceptions import NoPermissionError, ResponseError
@@ -20,8 +20,7 @@ from ..grouping.groups_log import read_log
 from ..messages import brief, one_line
 from ..run import Run
 from ..run.packets import MemberLine, parse_members, read_packet
-from ..store.connection import Connection
-from ..store.keys import RUNS, EntryKeys, ShardKeys, check_run_name
+from ..store.keys import ShardKeys
 from ..store.replies import as_count
 from ..trajectory.member_table import read_table
 from .seen import entry_pages
@@ -29,7 +28,6 @@ from .seen import entry_pages
 PAGE: Final = 256
 #: A packet in the hash of an open group, see `lua/lib/complete.lua`.
 _GROUP_PACKET: Final = re.compile(rb"([0-9]{1,15}) [0-9]{1,15} ([01]+)\n((?:[^\n]+\n)+)\n(.*)", re.DOTALL)
-
 #: A turn in that hash, see `lua/lib/turns.lua`.
 _TURN: Final = re.compile(rb"turn:([0-9]{1,5}):([0-9]{1,9})")
 
@@ -120,23 +118,6 @@ def _times_to_live(run: Run, keys: Sequence[str]) -> Iterator[int]:
         for key in keys[start : start + PAGE]:
             pipe.pttl(key)
         yield from pipe.execute()
-
-
-def delete_run(connection: Connection, name: str) -> int:
-    """Delete everything stored of a run, whether its manifest can be read or not: it looks at every key of the server.
-
-    Returns the number of keys. Stop its processes first.
-    """
-    scripts, count = connection.scripts, 0
-    keys = scripts.scan_iter(match=f"{{{check_run_name(name)}:*", count=PAGE)
-    while page := list(islice(keys, PAGE)):
-        pipe: Any = scripts.pipeline(transaction=False)
-        for key in page:
-            pipe.unlink(key)
-        count += sum(pipe.execute())
-    count += scripts.unlink(EntryKeys(name).manifest)
-    scripts.hdel(RUNS, name)
-    return count
 
 
 @dataclass

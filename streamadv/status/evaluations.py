@@ -107,6 +107,5 @@ def read_evaluations(run: Run) -> list[Evaluation]:
 
 def newest(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Of each data source the one of the highest version that has a reward; of rounds of that version the last one."""
-    return list(
-        {each.data_source: each for each in evaluations if each.mean is not None}.values()
-    )  # ascending
+    # They ascend: of each source the last one stays.
+    return list({each.data_source: each for each in evaluations if each.mean is not None}.values())

@@ -157,6 +157,9 @@ def _per_token(member: Reference, level: str, values: Array) -> Array:
     return out
 
 
+# Why a group is where it is
+
+
 def number_text(number: int) -> str:
     """A small number as a word."""
     return _NUMBERS[number] if 0 <= number < len(_NUMBERS) else str(number)
@@ -227,6 +230,9 @@ def _too_easy_or_hard(rewards: Sequence[float], manifest: Manifest) -> str:
     if high is not None and mean >= high:
         return f"mean reward {mean:.4g}, difficulty_high {high:g}"
     return f"mean reward {mean:.4g}" + ("" if low is None else f", difficulty_low {low:g}")
+
+
+# Turns of a rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,8 +198,9 @@ def _read_lack(run: Run, open_groups: Sequence[tuple[ShardKeys, list[bytes]]], n
         missing = max(0, min(slots.count(b".") + slots.count(b"p"), size - usable - unscored))
         total.update(groups=1, slots=len(slots), rollouts=missing, scores=unscored)
         total.update(without_rollouts=int(missing > 0), without_scores=int(unscored > 0))
-        some = "one" if missing == 1 else "some"
-        by_missing["none" if missing == 0 else "all" if missing >= size else some] += 1
+        kind = "one" if missing == 1 else "some"
+        kind = "none" if missing == 0 else "all" if missing >= size else kind
+        by_missing[kind] += 1
         ages_s.append(max(0, now_ms - int(match["opened_ms"])) / 1000)
     return Lack(
         groups=total["groups"],
@@ -307,9 +308,8 @@ def read_trainer(run: Run, home_shard: ShardState, now_ms: int) -> Trainer:
     ranks = heard_ranks(session, now_ms)
     first = ranks.get(0)
     report = None if first is None else first.report
-    state: TrainerState = (
-        "none" if "version" not in session else "waits"
-    )  # until it is heard: it has just begun
+    # Until it is heard: it has just begun.
+    state: TrainerState = "none" if "version" not in session else "waits"
     batch_s = None
     if first is not None and report is not None:
         if "version" in session:

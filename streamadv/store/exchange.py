@@ -22,6 +22,10 @@ from redis.exceptions import DataError, InvalidResponse
 from .. import doors
 from .retry import classified, closed_under_way, not_now
 
+#: Keys of hashes and their fields: bytes, an array, or a tuple of arrays that lie end to end.
+Payloads = Sequence[tuple[str, dict[Any, Any]]]
+Piece = bytes | memoryview
+
 # redis-py 5 retries after a lost reply only for listed errors. A listed error also closes its connection, which after
 # READONLY leads to a former primary.
 SENT_AGAIN_ON: Final = (
@@ -228,8 +232,7 @@ class _Pipeline(redis.client.Pipeline):
         return self._client.execute_together(commands, raise_on_error) if commands else []
 
 
-#: Keys of hashes and their fields: bytes, an array, or a tuple of arrays that lie end to end.
-Payloads = Sequence[tuple[str, dict[Any, Any]]]
+# Packing commands and reading replies
 
 #: Values of this many bytes are chunks of their own. Below it, one more system call costs more than a copy.
 LARGE: Final = 60_000
@@ -239,11 +242,8 @@ GATHERED: Final = 2 * LARGE
 UNREGISTERED_MS: Final = 60_000
 #: A reader returns this while the rest of a reply has not come yet.
 INCOMPLETE: Final = object()
-
 #: Bytes that a reader keeps for the next replies: memory that is given back comes page by page again.
 KEPT: Final = 1 << 20
-
-Piece = bytes | memoryview
 
 _PEXPIRE: Final = b"\r\n*3\r\n$7\r\nPEXPIRE\r\n$%%d\r\n%%b\r\n$%d\r\n%d" % (
     len(str(UNREGISTERED_MS)),

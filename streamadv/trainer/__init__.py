@@ -6,8 +6,7 @@ In reading order:
 - `loop.py`: waits for the next batch and hands it out. `session.py`: a rank's trainer sessions, what the loop
   reports, and its heartbeat.
 - `collect.py`: one rank's work for one batch. `plan.py` shares rows among ranks and micro-batches; `fetch.py` reads
-  packets, also ahead; `delivery.py` takes the five steps from computed to delivered, with
-  `late_columns.py`.
+  packets, also ahead; `delivery.py` takes the five steps from computed to delivered, with `late_columns.py`.
 - `microbatch.py`: cuts what the loop receives, single trajectories on request. `report.py`: the metrics of a batch.
 - `checkpoints.py`: saves what the loop has learned; `together.py` does it on all ranks.
 """

@@ -192,9 +192,8 @@ def _begin(folder: Path, run: str, version: int) -> None:
 def _finish(unfinished: Path, folder: Path, version: int, state: Mapping[str, Any]) -> None:
     """All that the ranks have saved is on the disk: from the rename on it is the checkpoint."""
     whole = folder / str(version)
-    with doors.whole_file(
-        unfinished / STATE_FILE
-    ) as file:  # in no new folder: this one may be removed meanwhile
+    # In no new folder: this one may be removed meanwhile.
+    with doors.whole_file(unfinished / STATE_FILE) as file:
         file.write_text(json.dumps(state))
     if whole.exists():
         whole.rename(_hidden(folder, version, "replaced"))

@@ -29,10 +29,10 @@ LateColumn = Callable[[MicroBatch], Tensor]
 
 #: Columns that only the weights being trained can fill: they need a supplier, or producers that push them.
 LATE_COLUMNS: Final = frozenset({"old_log_probs", "values"})
-#: Trajectories of one call that hands over what was made of them.
-KEEP_SLICE: Final = 64
 #: Columns that a trajectory is made of, and those that the pipeline makes.
 NEVER_LATE: Final = frozenset({"input_ids", "response_mask", "versions", *OUTPUT_COLUMNS})
+#: Trajectories of one call that hands over what was made of them.
+KEEP_SLICE: Final = 64
 
 
 def check_late(late: Mapping[str, LateColumn] | None) -> dict[str, LateColumn]:

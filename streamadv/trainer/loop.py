@@ -212,6 +212,10 @@ class Loop:
         if self._watchdog is None:
             return
         observe(batch)
+        self._warn_if_flat(batch)
+
+    def _warn_if_flat(self, batch: Batch) -> None:
+        """Log that nothing is learned, once all advantages of FLAT_BATCHES batches in a row are 0."""
         ends = [batch.metrics.get(f"critic/advantages/{end}") for end in ("min", "max")]
         self._flat = self._flat + 1 if ends == [0.0, 0.0] else 0
         if self._flat == FLAT_BATCHES:

@@ -356,6 +356,8 @@ class Batch:
         return (item.trajectory(self.version) for item in self.delivered)
 
 
+# Cutting a share
+
 #: Extra columns that do not have one value per token: name -> for each row of a share its array, None without one.
 RowExtras = Mapping[str, Sequence[Array | None]]
 
@@ -372,9 +374,9 @@ def cut(
     for rows, spans in zip(share.rows, token_spans(share), strict=True):
         numbers, cut_columns = rows.tolist(), {}
         for name, values in columns.items():
-            parts = [values[start:stop] for start, stop in spans]
+            parts = [values[start:stop] for start, stop in spans] or [values[:0]]
             # A view if one span holds all the tokens.
-            cut_columns[name] = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else values[:0]
+            cut_columns[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
         micro_batches.append(
             MicroBatch(
                 cut_columns,

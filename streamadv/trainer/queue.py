@@ -138,17 +138,9 @@ class TrainerQueue(IterableDataset[Batch]):
             raise SettingError(f"rank is {rank}, needs 0 <= rank < world_size ({world_size})")
         if min_groups is not None and min_groups > batch_groups:
             raise SettingError(f"min_groups is {min_groups}, needs batch_groups ({batch_groups}) or less")
-        if mark not in ("auto", "explicit"):
-            raise SettingError(f"mark is {brief(mark)}, needs 'auto' or 'explicit'")
-        if commit not in ("each_batch", "manual"):
-            raise SettingError(f"commit is {brief(commit)}, needs 'each_batch' or 'manual'")
         numbers = {"durability_window": durability_window, "min_kept_ratio": min_kept_ratio}
-        for name, number in numbers.items():
-            if not is_number(number) or number < 0:
-                raise SettingError(f"{name} is {brief(number)}, needs a number, 0 or more")
-        for name, flag in {"keep_groups": keep_groups, "keep_rolled_back": keep_rolled_back}.items():
-            if not isinstance(flag, bool):
-                raise SettingError(f"{name} is {brief(flag)}, needs True or False")
+        flags = {"keep_groups": keep_groups, "keep_rolled_back": keep_rolled_back}
+        _check_choices(mark, commit, numbers, flags)
         quotas = check_quotas(quotas)
         late = check_late(late)
         settings = given_settings(settings)
@@ -448,3 +440,19 @@ def check_weights(uri: str | None) -> None:
     """Raise SettingError unless it is None or a URI that fits into one line."""
     if uri is not None and not (isinstance(uri, str) and 0 < len(uri) <= MAX_URI_CHARS and uri.isprintable()):
         raise SettingError(f"weights is {brief(uri)}, needs a URI of at most {MAX_URI_CHARS} characters")
+
+
+def _check_choices(
+    mark: object, commit: object, numbers: Mapping[str, object], flags: Mapping[str, object]
+) -> None:
+    """Raise SettingError unless each is one of its values. numbers, flags: by the names of their arguments."""
+    if mark not in ("auto", "explicit"):
+        raise SettingError(f"mark is {brief(mark)}, needs 'auto' or 'explicit'")
+    if commit not in ("each_batch", "manual"):
+        raise SettingError(f"commit is {brief(commit)}, needs 'each_batch' or 'manual'")
+    for name, number in numbers.items():
+        if not is_number(number) or number < 0:
+            raise SettingError(f"{name} is {brief(number)}, needs a number, 0 or more")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise SettingError(f"{name} is {brief(flag)}, needs True or False")

@@ -304,6 +304,8 @@ class Sessions:
         return log_fields(event, run=self.run_name, role="trainer", **fields)
 
 
+# The heartbeat
+
 #: Seconds between two checks for a change.
 LOOK_S: Final = 1.0
 #: Seconds that `close` waits for a heartbeat under way.

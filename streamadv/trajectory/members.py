@@ -64,7 +64,8 @@ class Members:
     steps: Array = field(default_factory=lambda: NO_STEPS)  # [S] STEP; `row` counts in the trajectory
     states: tuple[str, ...] = ()  # state_key by the `state` of steps
     rewards: Mapping[str, Array] = field(default_factory=dict)  # named rewards, [M] float64; NaN = has none
-    entries: Mapping[str, Array] = field(default_factory=dict)  # [R] uint32, see the module
+    # [R] uint32: entries of each extra column that is not per token.
+    entries: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.table)

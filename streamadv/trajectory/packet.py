@@ -34,7 +34,7 @@ MAX_PACKET_MEMBERS: Final = 64
 #: Size limit of a payload's header.
 MAX_HEADER_BYTES: Final = 1 << 20
 
-#: What filters judge unless the run says otherwise, see `filter_value`.
+#: What filters judge unless the run says otherwise, see `packet_encoding.filter_value`.
 REWARD: Final = "reward"
 
 

@@ -89,9 +89,8 @@ class DistillConfig(_Section):
     """On-policy distillation: advantages minus coefficient * KL(policy, teacher_log_probs), or of several teachers."""
 
     coefficient: Positive = 1.0
-    teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], Positive] = Field(
-        default_factory=dict  # name -> coefficient, of the column teacher_log_probs_NAME
-    )
+    # Name -> coefficient, of the column teacher_log_probs_NAME.
+    teachers: dict[Annotated[str, Field(pattern=r"^\w+$")], Positive] = Field(default_factory=dict)
     penalty: KLPenalty = "k1"
     log_probs: PolicyLogProbs = "rollout_log_probs"
     only: bool = False  # without the estimator's advantages

@@ -26,8 +26,8 @@ from streamadv.archive.follow import Archive, created_at
 from streamadv.errors import Busy, SettingError, StreamadvError
 from streamadv.run import dead_letters
 from streamadv.run.dead_letters import list_dead
+from streamadv.run.run import delete_run
 from streamadv.status import read_status
-from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
 from streamadv.status.seen import kept_entries
 from streamadv.store.keys import RUNS

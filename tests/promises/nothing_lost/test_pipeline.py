@@ -16,7 +16,7 @@ from streamadv.advantage.worker import run_worker
 from streamadv.grouping.grouper import run_grouper
 from streamadv.producer import Producer
 from streamadv.run import Shard
-from streamadv.status.audit import delete_run
+from streamadv.run.run import delete_run
 from streamadv.store.connection import Connection
 from streamadv.store.embedded import EmbeddedServer
 from streamadv.trainer.microbatch import MicroBatch

@@ -8,7 +8,7 @@ import pytest
 
 import streamadv as sa
 from streamadv.errors import SettingError
-from streamadv.status.audit import delete_run
+from streamadv.run.run import delete_run
 from tests.support import join
 
 from .test_back import play, queue_of, train

@@ -11,8 +11,8 @@ from streamadv.cli.status import lines_of
 from streamadv.errors import EpochFencedError
 from streamadv.run import Run
 from streamadv.run.heartbeats import RANK_TIMEOUT_S, REPORT, Doing, RankReport, heard_ranks
+from streamadv.run.run import delete_run
 from streamadv.status import read_status
-from streamadv.status.audit import delete_run
 from streamadv.status.causes import reasons_of
 from streamadv.status.model import Trainer
 from streamadv.store.connection import Connection

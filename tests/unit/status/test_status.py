@@ -10,8 +10,9 @@ import pytest
 
 from streamadv import Prompts
 from streamadv.run import Run
+from streamadv.run.run import delete_run
 from streamadv.status import read_shards, read_status, shard
-from streamadv.status.audit import StoredData, audit, delete_run, walk
+from streamadv.status.audit import StoredData, audit, walk
 from streamadv.status.model import Ledger, Places
 from streamadv.store.connection import Connection
 from streamadv.store.keys import ShardKeys
