@@ -41,8 +41,9 @@ def is_kept(group_id: str, share: float) -> bool:
     """Whether the group is among this share, as `is_chosen` in `lua/lib/keep.lua` says too."""
     hash_of_id = 0
     for byte in group_id.encode() if share > 0 else b"":
-        hash_of_id = (8191 * hash_of_id + byte) % 1000003
-    return 618034 * hash_of_id % 1000003 < share * 1000003
+        hash_of_id = (16777619 * hash_of_id + byte) % 67108859
+    hash_of_id = (hash_of_id * hash_of_id + 16777619) % 67108859
+    return hash_of_id * hash_of_id % 67108859 < share * 67108859
 
 
 def trim_kept(shard: Shard, manifest: Manifest, memory: Mapping[str, Any]) -> bool:

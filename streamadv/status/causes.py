@@ -134,17 +134,10 @@ def ordinary_wait(status: Status) -> Reason:
             f"are left, {counted(work.alive, 'advantage worker is', 'advantage workers are')} alive",
         )
     in_play = sum(each.in_play for each in status.prompts)
-    left = {each.name: each.left + each.waiting for each in status.prompts if each.left + each.waiting}
-    if in_play and not left and not status.groups.open:
+    is_left = any(each.left + each.waiting for each in status.prompts)
+    if in_play and not is_left and not status.groups.open:
         return Reason(
             "prompts_begun", f"{counted(in_play, 'prompt is', 'prompts are')} in play, none is left to begin"
-        )
-    states = {producer.state for producer in status.producers}
-    has_finished = "finished" in states and "open" not in states
-    if left and has_finished and not status.groups.open and not status.groups_waiting:
-        return Reason(
-            "prompts_left",
-            f"of prompts {', '.join(left)} {sum(left.values())} are left, and nobody plays them",
         )
     moved = "never" if status.quiet_s is None else f"{status.quiet_s:.0f} s ago"
     waiting = counted(status.groups_waiting, "group waits", "groups wait")
@@ -334,6 +327,19 @@ def _producers(status: Status) -> Iterator[Reason]:
         )
 
 
+def _prompts(status: Status) -> Iterator[Reason]:
+    """The trainer waits although all producers have finished: for prompts of which it cannot end without."""
+    left = Counter[str]()
+    for each in status.prompts:
+        left[each.name] += each.left + each.waiting
+    states = {producer.state for producer in status.producers}
+    has_finished = "finished" in states and "open" not in states
+    is_moving = status.groups.open or status.groups_waiting or status.trainer.state != "waits"
+    if left.total() and has_finished and not is_moving:
+        names = ", ".join(+left)
+        yield Reason("prompts_left", f"of prompts {names} {left.total()} are left, and nobody plays them")
+
+
 #: The order of asking. True: asked only while a trainer would have to wait for groups.
 CAUSES: Final[dict[Callable[[Status], Iterator[Reason]], bool]] = {
     _server: False,
@@ -344,6 +350,7 @@ CAUSES: Final[dict[Callable[[Status], Iterator[Reason]], bool]] = {
     _brakes: False,
     _groups: True,
     _producers: True,
+    _prompts: True,
 }
 
 

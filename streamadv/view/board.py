@@ -199,7 +199,8 @@ def is_over(status: Status) -> bool:
     producers = {producer.state for producer in status.producers} - {"serves"}
     ledger = status.ledger
     is_empty = not (ledger.queued or ledger.in_flight or status.groups.open)
-    return status.trainer.finished or (producers == {"finished"} and is_empty)
+    waits = any(reason.name == "prompts_left" for reason in reasons_of(status))
+    return status.trainer.finished or (producers == {"finished"} and is_empty and not waits)
 
 
 Notes = list[tuple[str, str]]

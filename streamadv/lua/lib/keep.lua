@@ -12,13 +12,14 @@ local function keeps(kind)
   return (has_memory or keeping[6] == ' archive') and (tonumber(keeping[KINDS[kind]] or '') or 0) > 0
 end
 
--- Whether this group is among those kept: by a hash of its id alone, as `is_kept` in run/kept.py says too. Ids that
--- follow one another come to lie far apart.
+-- Whether this group is among those kept: by a hash of its id alone, as `is_kept` in run/kept.py says too. Without
+-- the squares, ids that differ in one digit would lie one fixed step apart. Products stay below 2^53.
 local function is_chosen(kind, group_id)
   if not keeps(kind) then return false end
   local hash = 0
-  for i = 1, #group_id do hash = (8191 * hash + string.byte(group_id, i)) % 1000003 end
-  return 618034 * hash % 1000003 < keeping[KINDS[kind]] * 1000003
+  for i = 1, #group_id do hash = (16777619 * hash + string.byte(group_id, i)) % 67108859 end
+  hash = (hash * hash + 16777619) % 67108859
+  return hash * hash % 67108859 < keeping[KINDS[kind]] * 67108859
 end
 
 -- Keep a group if it is chosen and there is room. fields: of its entry in the groups log; more: of the entry in `kept`.

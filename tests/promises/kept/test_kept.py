@@ -10,6 +10,7 @@ import redis
 
 import streamadv as sa
 from streamadv.errors import SettingError
+from streamadv.run.kept import is_kept
 from streamadv.status.seen import read_groups_at
 from streamadv.store.connection import Connection
 from tests.support import (
@@ -179,6 +180,17 @@ def test_without_a_budget_nothing_is_kept(redis_url: str, run: str) -> None:
         train(joined, 2)
     assert looked_at(joined) == {}
     assert payload_keys(joined) == []
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+@pytest.mark.parametrize("name", ["train:code:0:{}:0", "g{}", "prompt-{:05}"])
+def test_the_share_is_spread_over_neighbours(name: str, share: float) -> None:
+    """As coins would be: of 200 hundreds the counts deviate as binomial ones do, and blocks of neighbours are short."""
+    chosen = np.array([is_kept(name.format(number), share) for number in range(20_000)])
+    deviation = chosen.reshape(200, 100).sum(1).std() / np.sqrt(100 * share * (1 - share))
+    assert abs(chosen.mean() - share) < 0.01
+    assert 0.8 < deviation < 1.2
+    assert not np.lib.stride_tricks.sliding_window_view(chosen, 10).all(1).any()
 
 
 def test_the_share_is_chosen_by_the_id_alike_on_the_server_and_here(redis_url: str, run: str) -> None:

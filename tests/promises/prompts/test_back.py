@@ -21,7 +21,10 @@ from streamadv.prompts.stored import (
 )
 from streamadv.run import Run, Shard
 from streamadv.run.heartbeats import Attendance
+from streamadv.status.causes import reasons_of
+from streamadv.status.read import read_status
 from streamadv.trainer.queue import TrainerQueue
+from streamadv.view.board import is_over
 from tests.support import delivered_batch, group_all, heartbeat, join, next_batch, problems
 
 from .test_once import COUNT, SIZE, prompts, record, stored
@@ -255,6 +258,9 @@ def test_a_trainer_that_goes_back_after_all_producers_have_left_waits_for_one(
             NoBatchError, match=r"of prompts train 4 are left, and nobody plays them.*prompts_left"
         ):
             queue.next_batch(timeout=0)
+        status = read_status(joined)
+        assert [reason.name for reason in reasons_of(status)] == ["prompts_left"]
+        assert not is_over(status)
     with queue_of(redis_url, run) as queue:  # as after a crash, at the same place
         queue.load_state_dict(older)
         with pytest.raises(NoBatchError):

@@ -15,7 +15,7 @@ from redis import Redis
 
 import streamadv as sa
 from streamadv.errors import NoBatchError
-from streamadv.status.causes import ordinary_wait
+from streamadv.status.causes import ordinary_wait, reasons_of
 from streamadv.status.model import ProducerState
 from streamadv.status.read import read_status
 from streamadv.store.embedded import EmbeddedServer
@@ -68,7 +68,8 @@ def test_the_producer_that_came_to_play_what_was_set_back_is_killed(
             ("open", "groups_coming"),
         ):
             producers = [ProducerState(state, state, 0.0) for state in ("finished", other)]
-            assert ordinary_wait(replace(status, producers=producers)).name == reason
+            seen = replace(status, producers=producers)
+            assert (reasons_of(seen) or [ordinary_wait(seen)])[0].name == reason
 
 
 def test_a_set_that_was_left_before_the_older_checkpoint_holds_up_nobody(redis_url: str, run: str) -> None:
@@ -260,6 +261,24 @@ def test_a_set_that_was_left_with_a_prompt_in_play_holds_up_nobody(redis_url: st
             producer.finish()
             while (batch := next_batch(queue, joined)) is not None:
                 queue.trained(batch)
+
+
+def test_all_sources_of_a_set_are_counted(redis_url: str, run: str) -> None:
+    two = sa.Prompts({"math": range(3), "code": range(2)}, shuffle=None)
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = join(redis_url, run), producer.prompts(two, SIZE)
+        with queue_of(redis_url, run, commit="manual") as queue:
+            older = copy_of(queue)
+            queue.commit(older)
+            play(groups, 5)
+            train(queue, joined, 3)
+            queue.commit(queue.state_dict())
+        groups.close()
+        producer.finish()
+    with queue_of(redis_url, run, commit="manual") as queue:
+        queue.load_state_dict(older)
+        with pytest.raises(NoBatchError, match=r"of prompts train 5 are left, .*prompts_left"):
+            next_batch(queue, joined)
 
 
 def test_the_first_batch_after_an_older_checkpoint_waits_for_who_is_in_the_loop(
