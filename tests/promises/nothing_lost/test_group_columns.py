@@ -159,7 +159,7 @@ def test_their_bytes_count_in_the_budget(fake: Connection) -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "fail", "late", "unplayed"])
 def test_a_group_that_is_dropped_takes_them_along(fake: Connection, end: str) -> None:
-    run_of = producing(fake, "r")
+    run_of = producing(fake, "r", {"keep_bytes": 0})
     with run_of as producer:
         run = join(fake, "r")
         group = producer.begin_group(2, group_id="g", columns=COLUMNS)
@@ -259,7 +259,7 @@ def test_a_server_that_has_lost_them_gets_them_again(forgetful: EmbeddedServer, 
 @pytest.mark.server
 def test_a_group_that_never_gets_them_ends_at_its_deadline(forgetful: EmbeddedServer) -> None:
     with (
-        producing(forgetful.url, "r", {"partial_min_usable": 1}) as beginner,
+        producing(forgetful.url, "r", {"partial_min_usable": 1, "keep_bytes": 0}) as beginner,
         producing(forgetful.url, "r") as player,
     ):
         heartbeat(player)

@@ -103,7 +103,7 @@ def test_a_rank_of_another_world_size_is_refused(fake: Connection) -> None:
 def logged(redis_url: str, run: str) -> Run:
     """A run with four groups of four in the log, of different lengths, pushed one by one or two at once."""
     connection = Connection(redis_url)
-    with producing(connection, run) as producer:
+    with producing(connection, run, {"keep_bytes": 0}) as producer:
         for number in range(4):
             push_apart(producer, f"g{number}", 4, 1 + number % 2)
         producer.finish()

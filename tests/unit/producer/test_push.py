@@ -90,7 +90,7 @@ def test_what_is_overtaken_by_the_completion_of_its_group_is_surplus(fake: Conne
 
 
 def test_what_comes_after_expiry_is_late(fake: Connection) -> None:
-    with producing(fake, "r") as producer:
+    with producing(fake, "r", {"keep_bytes": 0}) as producer:
         run = join(fake, "r")
         push_one(producer, trajectory("g", 0))
         group_all(run)
