@@ -23,7 +23,7 @@ from ..store.reasons import Reason
 from .ends import commit, commit_arguments, drop, warn_of_oversize
 from .progress import NamedBatch
 from .prompts import CARRIED, RunPrompts
-from .record import BatchRecord, apply, name_batch, read_records
+from .record import BatchRecord, apply, find_record, name_batch
 from .selection import choose, coefficient_of, running_with
 from .session import Session
 
@@ -179,7 +179,10 @@ class Leader(Session):
         )
         if not name_batch(self.run, record, self.progress.fence):
             # The reply to an earlier try was lost: the record there is ours, since it bears our epoch.
-            record = read_records(self.run)[k]
+            found = find_record(self.run, k)
+            if found is None:  # a server has lost it since: the next session names the batch
+                return False
+            record = found
         self.progress.batches[k] = NamedBatch(record, groups={group.group_id: group for group in groups})
         self._candidates.remove(record.groups)
         self.progress.batches[k].record_spans(tracing.NAME, self.run.name, since)
