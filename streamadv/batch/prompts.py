@@ -84,6 +84,8 @@ class RunPrompts:
                     f"prompts {name} of the checkpoint are not those of the run: {difference}: give what producers "
                     "play now another name=, or start the trainer without the checkpoint"
                 )
+        # Without a checkpoint it goes on after the last commit: the weights have what others have trained on.
+        progress.has_prompts |= bool(sets) and not progress.loaded and progress.version > 0
         if progress.sets_of_branch[0] != progress.branch:  # however often the run has to be taken
             progress.sets_of_branch = (progress.branch, set(sets))
         for prompts in sets.values():

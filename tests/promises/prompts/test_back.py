@@ -447,3 +447,31 @@ def test_ends_that_nobody_of_the_run_has_written_change_nothing(
         carry_ends(joined)
         found = stored(joined)
     assert (len(found.entries), found.counters) == (2, {"again:incomplete 1 0": 1})
+
+
+def test_the_checkpoint_of_a_trainer_that_began_without_one_has_prompts(redis_url: str, run: str) -> None:
+    """With `commit="each_batch"` it goes on from weights with prompts that others have trained on."""
+    with sa.Producer(redis_url, run) as producer:
+        joined, groups = join(redis_url, run), producer.prompts(prompts(epochs=1), SIZE)
+        play(groups, 2)
+        with queue_of(redis_url, run, commit="each_batch") as queue:
+            before = train(queue, joined, 1)
+            with pytest.raises(NoBatchError):
+                queue.next_batch(timeout=0)  # which commits
+        for _ in range(2):
+            producer.begin_group(SIZE).run(lambda rollout: rollout.push(**record(rollout)), threads=1)
+        with queue_of(redis_url, run, commit="each_batch") as queue:
+            train(queue, joined, 1)
+            state = copy_of(queue)
+            play(groups, 2)
+            train(queue, joined, 1)
+            with pytest.raises(NoBatchError):
+                queue.next_batch(timeout=0)
+        with queue_of(redis_url, run, commit="each_batch") as queue:
+            queue.load_state_dict(state)
+            queue.open()
+            found = stored(joined)
+            assert trained_of(found) == len(before) == 2
+            assert not {identity(group) for group in before} & {
+                identity(found.group_id(item)) for item in found.entries
+            }
