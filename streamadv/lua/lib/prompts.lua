@@ -9,7 +9,7 @@
 --   'tries'           above every try there was
 --   'cursor:<shard>'  the last end of a group there that was carried here
 --   'branch'          of the trainer that has set them back last
---   'is_back'         '1' once some came back, which the run had begun
+--   'is_back'         '1' once some came back that had ended, or were rolled back
 --   'born'            id of all this
 --   'given_up'        how many were ever given up: the order in `prompt_given_up`
 --   'selected'        the last period that weights were selected for; 'weight:<source>' these, 'from:<source>' `next` then

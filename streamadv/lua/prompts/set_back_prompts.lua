@@ -53,9 +53,7 @@ end
 for item in pairs(to_play) do
   local source, position = string.match(item, '^(%d+) (%d+)$')
   -- A run that has lost its prompts has begun some anew, and these may have ended.
-  if is_older or tonumber(position) >= number_of('next:' .. source) then
-    play_again(item, base, 0)
-  end
+  if is_older or tonumber(position) >= number_of('next:' .. source) then play_again(item, base, 0) end
 end
 for i = at + 2 * counters + begun + 1, #ARGV do redis.call('HSET', keys.prompt_entries, ARGV[i], 'ended') end
 
